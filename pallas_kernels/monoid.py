@@ -98,6 +98,14 @@ def combine[S: tuple[jax.Array, ...]](a: S, b: S, *, exp: Exp = jnp.exp) -> S:
     return _like(a, m, [x * of_a + y * of_b for x, y in zip(a[1:], b[1:], strict=True)])
 
 
+def combine_once(a: Stats, b: Stats, *, exp: Exp = jnp.exp) -> Stats:
+    """Merges two states as `combine` does, with one exponential: the sum at the larger maximum stays as it is."""
+    m, less = jnp.maximum(a.max, b.max), jnp.minimum(a.max, b.max)
+    a_is_larger = a.max >= b.max
+    kept, rescaled = jnp.where(a_is_larger, a.sum, b.sum), jnp.where(a_is_larger, b.sum, a.sum)
+    return Stats(m, kept + rescaled * decay(less, m, exp=exp))
+
+
 def merge_over[S: tuple[jax.Array, ...]](
     state: S,
     axis: int,

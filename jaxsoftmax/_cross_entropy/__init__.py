@@ -1,7 +1,6 @@
 """Cross entropy of labels, probabilities, or the logits of a product: the functions canonicalise, validate and bind."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict, Unpack, get_args, overload
@@ -15,16 +14,15 @@ from jaxsoftmax._core.calls import public
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
 from jaxsoftmax._core.memory import in_device_memory
 from jaxsoftmax._core.sharding import broadcast_to, settings_for, unify_shardings
-from jaxsoftmax._cross_entropy import linear_primitives, mixture
+from jaxsoftmax._cross_entropy import linear_primitives, mixture, soft
 from jaxsoftmax._cross_entropy.linear_kernel import Rules
 from jaxsoftmax._cross_entropy.linear_primitives import LOSS
 from jaxsoftmax._cross_entropy.linear_primitives import NAME as LINEAR
 from jaxsoftmax._cross_entropy.primitives import NAME, losses, weigh
 from jaxsoftmax._softmax import scaled
-from jaxsoftmax._softmax.primitives import bind
 from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.softmax import reference
-from pallas_kernels.softmax.problem import IGNORED, Op
+from pallas_kernels.softmax.problem import IGNORED
 from pallas_kernels.softmax.reference import accumulator_dtype
 
 WeightLayout = Literal["EV", "VE"]
@@ -248,8 +246,8 @@ def softmax_cross_entropy(
 ) -> jax.Array:
     """`-sum(labels * log_softmax(logits))` of each row: `optax.softmax_cross_entropy`.
 
-    XLA computes rows of up to 16384 columns, which it reads once. Of longer rows, and of rows with a mask, a kernel
-    takes the statistics, and XLA does the rest in a second pass. All is accumulated in float32, or float64 for float64
+    A kernel takes the rows' statistics and XLA does the rest, in a second pass over the logits; where no gradient is
+    asked for, XLA computes few and short rows in one pass. All is accumulated in float32, or float64 for float64
     logits, which is the dtype of the loss. As XLA adds up the products, in an order
     that may depend on how many rows there are, `batch_invariant()` does not cover it.
 
@@ -287,46 +285,7 @@ def softmax_cross_entropy(
     mask = () if where is None else (checks.mask(name, where, shape, axes),)
     implementation = checks.implementation(name, implementation)
     x, target, *mask = unify_shardings(x, jnp.expand_dims(target, range(x.ndim - target.ndim)), *mask)
-    if not mask and implementation != "mosaic_gpu" and math.prod(x.shape[d] for d in axes) <= _FUSED_COLS:
-        return _from_log_softmax(x, target, axes=axes, implementation=implementation)
-    stats = Stats(*bind(Op.STATS, x, *mask, axes=axes, scale=1.0, implementation=implementation, function=name))
-    return _of_probabilities(x, target, stats, mask, axes)
-
-
-# Rows of so many columns XLA reads once, in float32, and fuses with the product.
-_FUSED_COLS = 16384
-
-
-def _absent(x: jax.Array, target: jax.Array) -> jax.Array:
-    """Whether an element has no share in the loss."""
-    return (target == 0) & (x == -jnp.inf)
-
-
-@functools.partial(jax.jit, static_argnames=("axes", "implementation"), inline=True)
-def _from_log_softmax(
-    x: jax.Array, target: jax.Array, *, axes: tuple[int, ...], implementation: str | None
-) -> jax.Array:
-    """Computes the losses in one program, of which debug_infs does not see what has no share in them."""
-    wide = x.astype(accumulator_dtype(x.dtype))
-    y = bind(Op.LOG_SOFTMAX, wide, axes=axes, scale=1.0, implementation=implementation)
-    return jnp.where(_absent(x, target), 0.0, -target.astype(y.dtype) * y).sum(axes)
-
-
-@functools.partial(jax.jit, static_argnames="axes", inline=True)
-def _of_probabilities(
-    x: jax.Array, target: jax.Array, stats: Stats, mask: Sequence[jax.Array], axes: tuple[int, ...]
-) -> jax.Array:
-    """The losses from the rows' states, in one program, of which debug_infs does not see the states of empty rows."""
-    wide = accumulator_dtype(x.dtype)
-    target = target.astype(wide)
-    absent = _absent(x, target) | ~mask[0] if mask else _absent(x, target)
-    # An excluded element and its derivative may have any value; the logarithm of an empty row is undefined.
-    total = jnp.log(jnp.where(stats.sum == 0, 1.0, stats.sum))
-    maximum = jnp.expand_dims(stats.max, axes)
-    # A loss of NaN needs a gradient of NaN: where all logits are -inf, the distance would give -1.
-    factor = jnp.where(absent | (maximum != -jnp.inf), 1.0, jnp.nan).astype(wide)
-    distance = jnp.where(absent, 0.0, maximum - factor * x.astype(wide))
-    return jnp.where(absent, 0.0, target * (distance + jnp.expand_dims(total, axes))).sum(axes)
+    return soft.losses(name, implementation, axes, x, target, *mask)
 
 
 def _in_order(labels: jax.Array, listed: Sequence[int], shape: Sequence[Any]) -> jax.Array:

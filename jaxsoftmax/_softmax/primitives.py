@@ -24,7 +24,16 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from jaxsoftmax._core import checks
-from jaxsoftmax._core.primitives import Plan, checked, define_over_rows, higher_jvp, lower_plain, register, zeros
+from jaxsoftmax._core.primitives import (
+    Plan,
+    checked,
+    define_over_rows,
+    higher_jvp,
+    is_local,
+    lower_plain,
+    register,
+    zeros,
+)
 from jaxsoftmax._core.sharding import (
     Columns,
     Names,
@@ -32,6 +41,7 @@ from jaxsoftmax._core.sharding import (
     RowOp,
     Shape,
     all_gather,
+    is_explicit,
     unify_shardings,
     unify_varying,
 )
@@ -95,8 +105,10 @@ class Computation:
         return _plan(self.op, operands, device, named, batch_invariant=params.get("batch_invariant", False), **row)
 
     def reference(self, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-        """Lowers to plain XLA operations."""
-        return lower_plain(self.plain, ctx, *operands, **_of_row(params))
+        """Lowers to plain XLA operations, on a GPU in the form that XLA reads fastest there."""
+        on_cuda = tuple(ctx.platforms or ctx.module_context.platforms) == ("cuda",)
+        gpu = {"gpu": True} if on_cuda and is_local(ctx) and not is_explicit(ctx.avals_in) else {}
+        return lower_plain(self.plain, ctx, *operands, **_of_row(params), **gpu)
 
     def by_kernel(self, ctx: mlir.LoweringRuleContext, named: str | None, **params: Any) -> RowOp:
         """The call by kernels, on whole rows or on the parts of sharded rows."""
@@ -141,7 +153,7 @@ def run(named: str | None, batch_invariant: bool, op: Op, *operands: jax.Array, 
     """
     chosen = _plan(op, operands, hardware.current(), named, batch_invariant=batch_invariant, **row).required_by(named)
     if chosen.decision is None:
-        return by_reference(op, *operands, **row)
+        return by_reference(op, *operands, **row, gpu=True)
     if chosen.decision.problem.op is not op:
         return _across(op, Columns((), None), functools.partial(run, named, batch_invariant), *operands, **row)
     problem, seen = chosen.decision.problem, chosen.layout
@@ -365,6 +377,9 @@ def _row_jvp(op: Op, primals: Sequence[jax.Array], tangents: Sequence[Any], **pa
     if type(tangents[0]) is ad.Zero:
         return y, zeros(y)
     residual = y if rule.residual == "output" else _without_excluded(where, x, params["axes"])
+    if where and rule.residual == "output":
+        # XLA fuses the selects around the derivative with it; around a kernel each is a pass.
+        params["implementation"] = params["implementation"] or "xla"
     # Select before and after: where x is masked out, tangents and cotangents may have any value.
     return y, _keep(where, bind(rule.tangent, residual, _keep(where, tangents[0]), **params))
 

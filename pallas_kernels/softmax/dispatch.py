@@ -10,7 +10,7 @@ from typing import Any
 
 from pallas_kernels.decision import Decision, Kernel, by_card, decision, refusals
 from pallas_kernels.hardware import Device
-from pallas_kernels.softmax import grid, naive, online, staged, warp
+from pallas_kernels.softmax import grid, naive, online, reference, staged, warp
 from pallas_kernels.softmax.grid import GridConfig
 from pallas_kernels.softmax.naive import NaiveConfig
 from pallas_kernels.softmax.online import OnlineConfig
@@ -43,6 +43,16 @@ class Thresholds:
     wave_bytes: int = 256 * MIB
     online_bytes: int = 256 * MIB  # longer rows go over the grid or, where they are fewer than SMs, to XLA
     fused_cols: int = 16384  # of longer rows log_softmax has the statistics from a kernel
+
+    # Where XLA is faster, see `_left_to_xla`.
+    stats_cols: int = 8
+    loss_cols: int = 16
+    gradient_cols: int = 12
+    gradient_rows: int = 40
+    gradient_rows_cols: int = 256
+    narrow_cols: int = 32
+    small_elements: int = 2**19
+    small_cols: int = 4096
 
     # warp: how many vectors a thread has at least.
     warp_vectors: int = 2
@@ -262,6 +272,35 @@ _ALL = (
 KERNELS = {each.name: each for each in _ALL}
 
 
+def _left_to_xla(problem: Problem, device: Device) -> str | None:
+    """Says why XLA computes such rows faster than any kernel; None where a kernel is faster."""
+    t, op, cols = thresholds(device), problem.op, problem.cols
+    forward = op in (Op.SOFTMAX, Op.LOG_SOFTMAX)
+    if problem.where == "full":
+        if op is Op.SOFTMAX and cols <= t.fused_cols:
+            return "XLA reads such rows and their mask once, in vectors, where a kernel reads the mask byte by byte"
+        return None
+    if cols <= {Op.STATS: t.stats_cols, Op.CROSS_ENTROPY: t.loss_cols, Op.CROSS_ENTROPY_GRADIENT: t.gradient_cols}.get(
+        op, 0
+    ):
+        return "one thread of XLA's reads so short a row"
+    if (
+        not op.has_labels
+        and op is not Op.STATS
+        and reference.by_state((problem.rows, cols), (1,), problem.dtype.itemsize)
+    ):
+        return "one thread of XLA's reads so short a row"
+    if op is Op.CROSS_ENTROPY_GRADIENT and problem.rows <= t.gradient_rows and cols >= t.gradient_rows_cols:
+        return "XLA shares so few rows among more SMs"
+    if forward and problem.dtype.itemsize == 2 and reference.SHORT_COLS < cols <= t.narrow_cols:
+        return "XLA has fewer instructions for such rows"
+    is_small = problem.elements <= t.small_elements and cols <= t.small_cols
+    few_ragged = problem.rows <= 2 * device.sm_count and not _whole_vectors(problem)
+    if op is Op.SOFTMAX and is_small and (problem.dtype.itemsize == 4 or few_ragged):
+        return "XLA starts sooner on so few elements"
+    return None
+
+
 _READS_ONCE = "XLA reads such rows once, and fuses them with what consumes the result"
 _STATISTICS = "it finds the rows' statistics, and XLA computes the rest, which it fuses with what consumes the result"
 
@@ -276,15 +315,23 @@ def decide(
     rows that it reads once, and of long rows what follows from the statistics, for whose problem the decision is.
     """
     found = _kernel_for(problem, device, kernel, config)
-    if found.chosen is None or not problem.op.is_log_softmax or kernel or alone or problem.batch_invariant:
+    if found.chosen is None or kernel or alone or problem.batch_invariant:
+        return found
+    if (why := _left_to_xla(problem, device)) is not None:
+        return _by_xla(problem, device, why)
+    if not problem.op.is_log_softmax:
         return found
     if problem.cols > thresholds(device).fused_cols:
         stats = _kernel_for(dataclasses.replace(problem, op=Op.STATS), device)
         return found if stats.chosen is None else dataclasses.replace(stats, reason=f"{_STATISTICS}; {stats.reason}")
     if problem.dtype.itemsize == 4:
-        declined = {name: why or _READS_ONCE for name, why in refusals(KERNELS, problem, device).items()}
-        return Decision(problem, device, None, None, _READS_ONCE, tuple(declined.items()))
+        return _by_xla(problem, device, _READS_ONCE)
     return found
+
+
+def _by_xla(problem: Problem, device: Device, why: str) -> Decision:
+    declined = {name: reason or why for name, reason in refusals(KERNELS, problem, device).items()}
+    return Decision(problem, device, None, None, why, tuple(declined.items()))
 
 
 def _kernel_for(problem: Problem, device: Device, kernel: str | None = None, config: Any = None) -> Decision:

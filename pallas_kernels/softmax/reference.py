@@ -14,10 +14,24 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from pallas_kernels.monoid import Stats, decay, exp_in, finite, log_normalizer, nan_or_infinite, scaled
+from pallas_kernels.monoid import (
+    Stats,
+    combine_once,
+    decay,
+    exp_in,
+    finite,
+    log_normalizer,
+    nan_or_infinite,
+    scaled,
+)
 from pallas_kernels.softmax.problem import IGNORED
 
 Axes = tuple[int, ...]
+
+# On a GPU XLA reads rows as follows. With `gpu`, one device has all of the operands.
+SHORT_COLS = 15  # one thread reads a row that is so short
+_MANY_ELEMENTS = 2**23  # in 16 bits, with so many elements it is faster to find the states of such rows first
+_STRIDE = 32  # of longer rows with at least so many elements between neighbours, the state is found in one reduction
 
 
 def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
@@ -103,19 +117,54 @@ def _maximum(z: jax.Array, axes: Axes) -> jax.Array:
     return jax.lax.stop_gradient(z.max(axes, keepdims=True, initial=-jnp.inf))
 
 
-def _state(z: jax.Array, axes: Axes, unit: float) -> Stats:
-    """The row's state for logits in a unit, right also where XLA takes the maximum over devices. Axes are kept."""
+def _maximum_again(z: jax.Array, axes: Axes) -> jax.Array:
+    """The same by another expression, which has no derivative."""
+    least = varying_like(jnp.full((), jnp.finfo(z.dtype).min, z.dtype), z)
+    return jnp.expand_dims(jax.lax.reduce(z, least, jax.lax.max, axes), axes)
+
+
+def _state(z: jax.Array, axes: Axes, unit: float, gpu: bool = False) -> Stats:
+    """Finds the row's state, in the logits' unit; right also where XLA takes the maximum over devices. Keeps axes."""
+    if gpu and _in_one_pass(z.shape, axes):
+        return _state_in_one_pass(z, axes, unit)
     m = _maximum(z, axes)
-    total = decay(z, finite(m), exp=exp_in(unit)).sum(axes, keepdims=True)
-    return scaled(Stats(*nan_or_infinite(m, total)), unit)
+    return Stats(*nan_or_infinite(m, decay(z, finite(m), exp=exp_in(unit)).sum(axes, keepdims=True)))
+
+
+def _state_in_one_pass(z: jax.Array, axes: Axes, unit: float) -> Stats:
+    """Merges the states of the elements in one reduction, which XLA does not partition over devices."""
+    number = functools.partial(jnp.asarray, dtype=z.dtype)
+    ones, *start = varying_like((jnp.ones_like(z), number(-jnp.inf), number(0.0)), z)
+    merge = lambda a, b: tuple(combine_once(Stats(*a), Stats(*b), exp=exp_in(unit)))
+    maximum, total = jax.lax.reduce((z, ones), tuple(start), merge, axes)
+    # An element of -inf counts as 1 where all are such, and one of +inf hides what NaN there is.
+    total = jnp.where(jnp.isinf(maximum), jnp.where(maximum > 0, number(jnp.nan), number(0.0)), total)
+    return Stats(jnp.expand_dims(jax.lax.stop_gradient(maximum), axes), jnp.expand_dims(total, axes))
+
+
+def _stride(shape: Sequence[int], axes: Axes) -> int:
+    """How many elements lie between neighbours of a row; 1 where a row's elements are in several places."""
+    first, last = (min(axes), max(axes)) if axes else (0, -1)
+    return math.prod(shape[last + 1 :]) if last - first + 1 == len(axes) else 1
+
+
+def _in_one_pass(shape: Sequence[int], axes: Axes) -> bool:
+    return _stride(shape, axes) >= _STRIDE and math.prod(shape[d] for d in axes) > SHORT_COLS
+
+
+def by_state(shape: Sequence[int], axes: Axes, itemsize: int) -> bool:
+    """Whether XLA for a GPU is faster if it finds the rows' states first, and then reads the rows once more."""
+    short = 3 < math.prod(shape[d] for d in axes) <= SHORT_COLS and _stride(shape, axes) == 1
+    return _in_one_pass(shape, axes) or (short and itemsize == 2 and math.prod(shape) >= _MANY_ELEMENTS)
 
 
 def _rows(
-    x: jax.Array, where: jax.Array | None, axes: Axes, scale: float, known: Stats | None
+    x: jax.Array, where: jax.Array | None, axes: Axes, scale: float, known: Stats | None, gpu: bool, again: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The logits' distances from the row's maximum, their weights, and the sum of the weights.
 
-    Rows without a finite maximum give NaN: XLA reads a row once only where nothing guards against that.
+    Rows without a finite maximum give NaN: XLA reads a row once only where nothing guards against that. With `again`
+    the expressions are others than without, so that XLA for a GPU does not write what a forward pass has in common.
     """
     if known is not None:
         maximum, total = (jnp.expand_dims(part, axes) for part in known)
@@ -123,7 +172,12 @@ def _rows(
         return distance, exp_in(1.0)(distance), total
     z, unit = _in_units(x, scale)
     z = _held(z, where)
-    if x.dtype.itemsize == 2 and scale > 0:
+    if gpu and by_state(z.shape, axes, x.dtype.itemsize):
+        maximum, total = _state(z, axes, unit, gpu)
+        return _times(z - maximum, unit), exp_in(unit)(z - maximum), total
+    if gpu and again and _stride(z.shape, axes) == 1:
+        maximum = _maximum_again(z, axes)
+    elif x.dtype.itemsize == 2 and scale > 0:
         # Found in their dtype, it has half the bytes, which count where rows are strided and short.
         maximum, _ = _in_units(_maximum(_held(x, where), axes), scale)
     else:
@@ -134,13 +188,19 @@ def _rows(
 
 
 def softmax(
-    x: jax.Array, where: jax.Array | None = None, *, axes: Axes, scale: float = 1.0, known: Stats | None = None
+    x: jax.Array,
+    where: jax.Array | None = None,
+    *,
+    axes: Axes,
+    scale: float = 1.0,
+    known: Stats | None = None,
+    gpu: bool = False,
 ) -> jax.Array:
     """`exp(scale * x) / sum(exp(scale * x))` along `axes`; 0 where `where` is False; NaN for a row of only -inf.
 
     `known` is the rows' state where it came from elsewhere, as when `x` is one device's part of the columns.
     """
-    _, weights, total = _rows(x, where, axes, scale, known)
+    _, weights, total = _rows(x, where, axes, scale, known, gpu)
     # Rounded to 16 bits both are right. A product costs so little that XLA computes it again beside the derivative; a
     # quotient it would write in float32, where rows are strided.
     y = (weights * (1 / total) if x.dtype.itemsize == 2 else weights / total).astype(x.dtype)
@@ -148,18 +208,24 @@ def softmax(
 
 
 def log_softmax(
-    x: jax.Array, where: jax.Array | None = None, *, axes: Axes, scale: float = 1.0, known: Stats | None = None
+    x: jax.Array,
+    where: jax.Array | None = None,
+    *,
+    axes: Axes,
+    scale: float = 1.0,
+    known: Stats | None = None,
+    gpu: bool = False,
 ) -> jax.Array:
     """`scale * x - logsumexp(scale * x)` along `axes`; -inf where `where` is False. `known` as in `softmax`."""
-    distance, _, total = _rows(x, where, axes, scale, known)
+    distance, _, total = _rows(x, where, axes, scale, known, gpu)
     y = (distance - jnp.log(total)).astype(x.dtype)
     return y if where is None else jnp.where(where, y, jnp.full((), -jnp.inf, y.dtype))
 
 
-def stats(x: jax.Array, where: jax.Array | None = None, *, axes: Axes, scale: float = 1.0) -> Stats:
+def stats(x: jax.Array, where: jax.Array | None = None, *, axes: Axes, scale: float = 1.0, gpu: bool = False) -> Stats:
     """The rows' states, `axes` removed."""
     z, unit = _in_units(x, scale)
-    kept = _state(_held(z, where), axes, unit)
+    kept = scaled(_state(_held(z, where), axes, unit, gpu), unit)
     return Stats(kept.max.squeeze(axes), kept.sum.squeeze(axes))
 
 
@@ -184,7 +250,13 @@ def row_dot(y: jax.Array, t: jax.Array, *, axes: Axes) -> jax.Array:
 
 
 def softmax_tangent(
-    y: jax.Array, t: jax.Array, *, axes: Axes, scale: float = 1.0, slope: jax.Array | None = None
+    y: jax.Array,
+    t: jax.Array,
+    *,
+    axes: Axes,
+    scale: float = 1.0,
+    slope: jax.Array | None = None,
+    gpu: bool = False,
 ) -> jax.Array:
     """`J t` for softmax at output `y`: `scale * y * (t - sum(y * t))`. `J` is symmetric, so this is `J^T t` too.
 
@@ -197,14 +269,20 @@ def softmax_tangent(
 
 
 def log_softmax_tangent(
-    x: jax.Array, t: jax.Array, *, axes: Axes, scale: float = 1.0, slope: jax.Array | None = None
+    x: jax.Array,
+    t: jax.Array,
+    *,
+    axes: Axes,
+    scale: float = 1.0,
+    slope: jax.Array | None = None,
+    gpu: bool = False,
 ) -> jax.Array:
     """`J t` for log_softmax at input `x`: `scale * (t - sum(p * t))` with `p = softmax(scale * x)`.
 
     `slope` is the sum, without `axes`, where it is known.
     """
     dtype = accumulator_dtype(t.dtype)
-    slope = row_dot(_probabilities(x, axes, scale), t, axes=axes) if slope is None else slope
+    slope = row_dot(_probabilities(x, axes, scale, None, gpu), t, axes=axes) if slope is None else slope
     return (jnp.asarray(scale, dtype) * (t.astype(dtype) - jnp.expand_dims(slope, axes))).astype(t.dtype)
 
 
@@ -216,19 +294,20 @@ def log_softmax_cotangent(
     scale: float = 1.0,
     known: Stats | None = None,
     total: jax.Array | None = None,
+    gpu: bool = False,
 ) -> jax.Array:
     """`J^T t` for log_softmax at input `x`: `scale * (t - p * sum(t))` with `p = softmax(scale * x)`.
 
     `known` is the rows' state and `total` their sum of `t`, without `axes`, where they are known.
     """
     dtype = accumulator_dtype(t.dtype)
-    p, t32 = _probabilities(x, axes, scale, known), t.astype(dtype)
+    p, t32 = _probabilities(x, axes, scale, known, gpu), t.astype(dtype)
     total = t32.sum(axes) if total is None else total
     return (jnp.asarray(scale, dtype) * (t32 - p * jnp.expand_dims(total, axes))).astype(t.dtype)
 
 
-def _probabilities(x: jax.Array, axes: Axes, scale: float, known: Stats | None = None) -> jax.Array:
-    distance, weights, total = _rows(x, None, axes, scale, known)
+def _probabilities(x: jax.Array, axes: Axes, scale: float, known: Stats | None, gpu: bool) -> jax.Array:
+    distance, weights, total = _rows(x, None, axes, scale, known, gpu, again=True)
     # Rounded to 16 bits both are right. The logarithm is that of log_softmax, beside which no sum need be kept.
     return exp_in(1.0)(distance - jnp.log(total)) if x.dtype.itemsize == 2 else weights / total
 
@@ -243,13 +322,14 @@ def cross_entropy(
     soft_cap: float | None = None,
     smoothing: float = 0.0,
     z_loss: float = 0.0,
+    gpu: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Each row's values for the loss, `axes` removed: the state and, with smoothing, the sum of the logits.
 
     `labels` has an extent of 1 on `axes`; a row whose label is `IGNORED` is not read and gives 0, 1 and 0.
     """
     read, (z, unit) = labels != IGNORED, _in_units(x, scale, soft_cap)
-    kept = _state(_held(z, where), axes, unit)
+    kept = scaled(_state(_held(z, where), axes, unit, gpu), unit)
     values = [jnp.where(read, kept.max, 0.0), jnp.where(read, kept.sum, 1.0)]
     if smoothing:
         total = _times((z if where is None else jnp.where(where, z, 0.0)).sum(axes, keepdims=True), unit)

@@ -1,0 +1,96 @@
+"""Cross entropy with probabilities: `loss = sum(t * (max + log(sum) - x))` from the state that a kernel finds.
+
+A forward pass that XLA computes alone is a primitive of its own, `loss = -sum(t * log_softmax(x))`, which XLA reads
+once. The primitive's derivative is that of the loss from the states.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+
+from jaxsoftmax._core.primitives import lower_plain, zeros
+from jaxsoftmax._core.sharding import unify_varying
+from jaxsoftmax._softmax.primitives import bind, define_over_rows
+from pallas_kernels.monoid import Stats
+from pallas_kernels.softmax import reference
+from pallas_kernels.softmax.problem import Op
+
+Axes = tuple[int, ...]
+
+# XLA reads rows of so many columns once; from more elements on, if rows are longer than that, a kernel is faster.
+_FUSED_COLS, _FUSED_ELEMENTS, _SHORT_COLS = 16384, 2**22, 512
+
+_IN_ONE_PASS = Primitive("softmax_cross_entropy")
+
+
+def losses(
+    function: str, implementation: str | None, axes: Axes, x: jax.Array, target: jax.Array, *mask: jax.Array
+) -> jax.Array:
+    """Each row's loss, from operands of one rank."""
+    shape = jnp.broadcast_shapes(x.shape, target.shape)
+    cols = math.prod(shape[d] for d in axes)
+    small = cols <= _SHORT_COLS or math.prod(shape) <= _FUSED_ELEMENTS
+    if not mask and implementation != "mosaic_gpu" and cols <= _FUSED_COLS and small:
+        (loss,) = _IN_ONE_PASS.bind(
+            *unify_varying(x, target), axes=axes, implementation=implementation, function=function
+        )
+        return loss
+    return _by_states(x, target, *mask, axes=axes, implementation=implementation, function=function)
+
+
+def _by_states(
+    x: jax.Array, target: jax.Array, *mask: jax.Array, axes: Axes, implementation: str | None, function: str
+) -> jax.Array:
+    how = {"implementation": implementation, "function": function}
+    return _from_states(x, target, Stats(*bind(Op.STATS, x, *mask, axes=axes, scale=1.0, **how)), mask, axes)
+
+
+@functools.partial(jax.jit, static_argnames="axes", inline=True)
+def _from_states(x: jax.Array, target: jax.Array, stats: Stats, mask: Sequence[jax.Array], axes: Axes) -> jax.Array:
+    """The losses from the rows' states, in one program, of which debug_infs does not see the states of empty rows."""
+    wide = reference.accumulator_dtype(x.dtype)
+    target = target.astype(wide)
+    absent = _absent(x, target) | ~mask[0] if mask else _absent(x, target)
+    # An excluded element and its derivative may have any value; the logarithm of an empty row is undefined.
+    total = jnp.log(jnp.where(stats.sum == 0, 1.0, stats.sum))
+    maximum = jnp.expand_dims(stats.max, axes)
+    # A loss of NaN needs a gradient of NaN: where all logits are -inf, the distance would give -1.
+    factor = jnp.where(absent | (maximum != -jnp.inf), 1.0, jnp.nan).astype(wide)
+    distance = jnp.where(absent, 0.0, maximum - factor * x.astype(wide))
+    return jnp.where(absent, 0.0, target * (distance + jnp.expand_dims(total, axes))).sum(axes)
+
+
+def _in_one_pass(x: jax.Array, target: jax.Array, *, axes: Axes, **_: Any) -> list[jax.Array]:
+    y = reference.log_softmax(x.astype(reference.accumulator_dtype(x.dtype)), axes=axes)
+    return [jnp.where(_absent(x, target), 0.0, -target.astype(y.dtype) * y).sum(axes)]
+
+
+def _absent(x: jax.Array, target: jax.Array) -> jax.Array:
+    """Whether an element has no share in the loss."""
+    return (target == 0) & (x == -jnp.inf)
+
+
+def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    """Computes the loss from the states, of which the derivative is made."""
+    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    if not moving:
+        out = _IN_ONE_PASS.bind(*primals, **params)
+        return out, zeros(out)
+
+    def loss(*moved: jax.Array) -> jax.Array:
+        operands = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))
+        return _by_states(*operands.values(), **params)
+
+    out, slope = jax.jvp(loss, [primals[i] for i in moving], [tangents[i] for i in moving])
+    return [out], [slope]
+
+
+define_over_rows(_IN_ONE_PASS, lambda **_: ("reduced",))
+mlir.register_lowering(_IN_ONE_PASS, functools.partial(lower_plain, _in_one_pass))
+ad.primitive_jvps[_IN_ONE_PASS] = _jvp
