@@ -146,6 +146,20 @@ def test_tables_of_the_device_are_those_of_numpy(kind, shape, scheduler, l2, mon
         np.testing.assert_array_equal(table, tables[-1])
 
 
+@pytest.mark.parametrize("kind", ["causal", "window", "full"])
+@pytest.mark.parametrize("ctas", [1, 7, 132])
+def test_a_tile_goes_to_the_cta_that_is_free_first(kind, ctas):
+    """A tile takes a CTA as long as its tiles of keys and 0.7 of another."""
+    p = problem_of(Op.FORWARD, KINDS[kind], (3, 6, 3, 1500, 1500, 128))
+    config = forward.ForwardConfig(128, warpgroups=2)
+    free, taken = [0.0] * ctas, [[] for _ in range(ctas)]
+    for tile, length in zip(*tile_scheduler.order(p, config), strict=True):
+        first = free.index(min(free))
+        taken[first].append(tile)
+        free[first] = free[first] + length + 0.7
+    assert [row[1 : 1 + row[0]].tolist() for row in tile_scheduler.assign(p, config, ctas)] == taken
+
+
 DIMS = [(n, n) for n in (8, 64, 72, 96, 128, 136, 192, 256)] + [(192, 128), (64, 256), (256, 64), (32, 200), (128, 40)]
 TOKENS = (120, 512, 1024, 4096, 16384)
 MEMORY_KINDS = KINDS | {

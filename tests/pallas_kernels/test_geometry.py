@@ -59,6 +59,16 @@ def check_range(seen: np.ndarray, span: Any, block: int, *, tight: bool) -> None
         assert list(np.flatnonzero(whole)) == list(range(start, stop))
 
 
+def check_comparisons(p: Attention, seen: np.ndarray, span: TileRange, block: int) -> None:
+    """Tiles are compared where they hold a pair that is not seen, and are not where the call has no such rule."""
+    has_rule = mask.window_bounds(p) != (None, None)
+    for tile in range(span.first, span.end):
+        pairs, compares = seen[:, tile * block : (tile + 1) * block], mask.needs_mask(p, span, tile)
+        assert (compares is not None) == has_rule
+        assert compares or pairs.all()
+        assert not compares or len(pairs) < block or pairs.shape[1] < block or not pairs.all()
+
+
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("rules", RULES)
 def test_forward_visits_the_pairs_that_are_seen(rules, lengths):
@@ -68,6 +78,8 @@ def test_forward_visits_the_pairs_that_are_seen(rules, lengths):
             for row in range(0, length, rows):
                 span = mask.kv_range(p, block_kv, row, rows, length, keys)
                 check_range(seen[row : row + rows], span, block_kv, tight=row + rows <= length)
+                if (rows, block_kv) == (64, 64):
+                    check_comparisons(p, seen[row : row + rows], span, block_kv)
         assert mask.may_see_nothing(p) == (not seen.any(1).all()), p
 
 
