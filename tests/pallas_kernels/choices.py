@@ -120,7 +120,7 @@ def _more_row_problems() -> Iterator[Problem]:
         dtype = jnp.dtype(name)
         yield Problem(Op.SOFTMAX, 65536, kib * KIB // dtype.itemsize, dtype)
     sizes = [16 * vectors for vectors in range(1, 65) for _ in range(4)]
-    sizes += [kib * KIB + draw.randrange(64) * 16 for kib in range(1, 400) for _ in range(2)]
+    sizes += [kib * KIB + draw.randrange(64) * 16 for kib in (*range(1, 400), *range(400, 2400, 5))]
     for size, name in itertools.product(sizes, DTYPES):
         op, dtype = draw.choice(list(Op)), jnp.dtype(name)
         cols = max(size // dtype.itemsize // (2 if op.is_linear else 1) + draw.choice((0, 0, 0, 1)), 1)
