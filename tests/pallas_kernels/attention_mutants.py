@@ -72,6 +72,13 @@ class Case(NamedTuple):
     page_size: int = 0
 
 
+@dataclasses.dataclass(eq=False)
+class Run:
+    """A run of a function."""
+
+    first: Any  # its first argument
+
+
 @dataclasses.dataclass(frozen=True)
 class Mutant:
     """A fault, and the case that shows it: `fault(original, *arguments)` runs in the place of `original`.
@@ -89,24 +96,37 @@ class Mutant:
     barrier: str = ""
     nth: int | None = None
 
-    def applies(self, runs: list[types.FrameType], caller: types.FrameType, *arguments: Any) -> bool:
-        """Whether the fault is in a call by `caller`; `runs` collects the runs of `inside`, one for each such call."""
+    def applies(self, open_runs: list[Run], seen: list[Run], caller: types.FrameType, *arguments: Any) -> bool:
+        """Whether the fault is in a call by `caller`.
+
+        `open_runs` are the runs of `inside` that have not ended; `seen` collects them, once for each such call.
+        """
         if self.inside is None:
             return True
-        code, run = inspect.unwrap(self.inside).__code__, caller
-        while run and run.f_code is not code:
-            run = run.f_back
-        if run is None or caller.f_code.co_qualname.split(".<locals>")[0] != code.co_qualname:
+        name = inspect.unwrap(self.inside).__code__.co_qualname
+        if not open_runs or caller.f_code.co_qualname.split(".<locals>")[0] != name:
             return False
-        if self.barrier and not _is_part(arguments[0], getattr(_references(run), self.barrier)):
+        run = open_runs[-1]
+        if self.barrier and not _is_part(arguments[0], getattr(_references(run.first), self.barrier)):
             return False
-        runs.append(run)
-        return self.nth in (None, runs.count(run) - 1)
+        seen.append(run)
+        return self.nth in (None, sum(other is run for other in seen) - 1)
+
+    def within(self, open_runs: list[Run]) -> types.SimpleNamespace:
+        """What `plant` takes to follow the runs of `inside`."""
+
+        def followed(original: Callable[..., Any], first: Any, /, *arguments: Any, **keywords: Any) -> Any:
+            open_runs.append(Run(first))
+            try:
+                return original(first, *arguments, **keywords)
+            finally:
+                open_runs.pop()
+
+        return types.SimpleNamespace(original=self.inside, fault=followed, words="inside")
 
 
-def _references(run: types.FrameType) -> types.SimpleNamespace:
-    """The references of a function's CTA, tile, or part of a tile, which is its first argument."""
-    of = run.f_locals[run.f_code.co_varnames[0]]
+def _references(of: Any) -> types.SimpleNamespace:
+    """The references of a CTA, tile, or part of a tile."""
     tile = getattr(of, "tile", of)
     return getattr(tile, "refs", tile)
 

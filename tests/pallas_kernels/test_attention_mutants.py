@@ -9,7 +9,7 @@ import pytest
 import test_attention_backward
 import test_attention_forward
 import test_attention_schedule
-from attention_mutants import BY_TABLES, MUTANTS, Case
+from attention_mutants import BY_TABLES, MUTANTS, Case, Run
 from interpreter import Deadlock, RaceDetected, interpret
 from test_attention_segments import check_backward_visits, check_forward_visits
 from test_kernel_mutants import plant
@@ -139,7 +139,10 @@ def test_without_a_fault_the_tables_pass(case, rejected_by):
 )
 @pytest.mark.usefixtures("fresh")
 def test_planted_fault_is_rejected(mutant, monkeypatch):
-    calls = plant(monkeypatch, mutant, functools.partial(mutant.applies, []))
+    open_runs: list[Run] = []
+    if mutant.inside is not None:
+        plant(monkeypatch, mutant.within(open_runs))
+    calls = plant(monkeypatch, mutant, functools.partial(mutant.applies, open_runs, []))
     expected = REJECTIONS[mutant.rejected_by]
     limit_s = DEADLOCK_S if Deadlock in expected else 20.0
     rejects = functools.partial(check, mutant.case, limit_s=limit_s)
