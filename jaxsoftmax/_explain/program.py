@@ -49,6 +49,7 @@ DIRECTIONS = {
     "cross_entropy_gradient": (_LABELS, "forward and vjp"),
     "cross_entropy_cotangent": (_LABELS, "vjp"),
     "cross_entropy_tangent": (_LABELS, "jvp"),
+    "softmax_cross_entropy": ("softmax_cross_entropy", "forward"),
     "softmax_top_k": ("top_k_softmax", "forward"),
     "flash_attention": ("flash_attention", "forward"),
     "flash_attention_gradients": ("flash_attention", "vjp"),
@@ -188,6 +189,7 @@ def _of_choice(choice: Choice, primitive: Primitive) -> dict[str, Any]:
     plan, notes = choice.plan, (NOT_INVARIANT,) * _is_invariant(choice.params)
     if plan is None:
         reason = "forward mode has no kernel" if DIRECTIONS[primitive.name][1] == "jvp" else "implementation='xla'"
+        reason = "XLA reads such rows once" if primitive.name == "softmax_cross_entropy" else reason
         return {"implementation": "xla", "reason": reason, "notes": notes, "declined": ()}
     if (decision := plan.decision) is None:
         runs = "error" if choice.name else "xla"

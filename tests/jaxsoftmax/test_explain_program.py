@@ -66,6 +66,14 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], list[Any], Wanted]] = {
         *(jax.value_and_grad(lambda x, y: loss(x, y, weights=1 / 64).sum()), [ROWS, LABELS]),
         [(CE, "forward and vjp", "warp")],
     ),
+    "loss of probabilities": (
+        *(jaxsoftmax.softmax_cross_entropy, [ROWS, ROWS]),
+        [("softmax_cross_entropy", "forward", None)],
+    ),
+    "loss of probabilities and gradient": (
+        *(gradient(jaxsoftmax.softmax_cross_entropy), [ROWS, ROWS]),
+        [("softmax_cross_entropy", "forward", "warp")],
+    ),
     "attention": (causal, QKV, ATTENTION[:1]),
     "attention's gradients": (gradient(causal, 0, 1, 2), QKV, ATTENTION),
     "pages": (jaxsoftmax.paged_attention, PAGES, [("paged_attention", "forward", "attention")]),
@@ -98,6 +106,7 @@ NAMES = {
     (CE, "forward"): "cross_entropy_{}",
     (CE, "vjp"): "cross_entropy_gradient_{}",
     (CE, "forward and vjp"): "cross_entropy_gradient_{}",
+    ("softmax_cross_entropy", "forward"): "stats_{}",
     ("top_k_softmax", "forward"): "stats_{}",
     (FLASH, "vjp"): "attention_backward",
     ("paged_attention", "forward"): "{}",
