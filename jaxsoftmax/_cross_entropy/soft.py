@@ -24,7 +24,7 @@ from pallas_kernels.softmax.problem import Op
 Axes = tuple[int, ...]
 
 # XLA reads rows of so many columns once; from more elements on, if rows are longer than that, a kernel is faster.
-_FUSED_COLS, _FUSED_ELEMENTS, _SHORT_COLS = 16384, 2**22, 512
+_FUSED_COLS, _FUSED_ELEMENTS, _SHORT_COLS = 16384, 2**22, 32
 
 _IN_ONE_PASS = Primitive("softmax_cross_entropy")
 

@@ -45,14 +45,14 @@ class Thresholds:
     fused_cols: int = 16384  # of longer rows log_softmax has the statistics from a kernel
 
     # Where XLA is faster, see `_left_to_xla`.
-    stats_cols: int = 8
+    stats_cols: int = 12
     loss_cols: int = 16
     gradient_cols: int = 12
     gradient_rows: int = 40
     gradient_rows_cols: int = 256
     narrow_cols: int = 32
     small_elements: int = 2**19
-    small_cols: int = 4096
+    small_cols: int = 8192
 
     # warp: how many vectors a thread has at least.
     warp_vectors: int = 2
@@ -103,7 +103,7 @@ def thresholds(device: Device) -> Thresholds:
 
 
 def priority(problem: Problem, device: Device) -> tuple[str, ...]:
-    """The kernels, fastest first; the first one that accepts the problem runs it. None of them is slower than XLA."""
+    """The kernels, fastest first; the first one that accepts the problem runs it, unless `_left_to_xla` says why not."""
     t, rows, row_bytes = thresholds(device), _rows(problem, device), _row_bytes(problem)
     if row_bytes > t.online_bytes and rows < device.sm_count:
         return ("grid",)
@@ -274,29 +274,22 @@ KERNELS = {each.name: each for each in _ALL}
 
 def _left_to_xla(problem: Problem, device: Device) -> str | None:
     """Says why XLA computes such rows faster than any kernel; None where a kernel is faster."""
-    t, op, cols = thresholds(device), problem.op, problem.cols
-    forward = op in (Op.SOFTMAX, Op.LOG_SOFTMAX)
+    t, op, cols, narrow = thresholds(device), problem.op, problem.cols, problem.dtype.itemsize == 2
     if problem.where == "full":
         if op is Op.SOFTMAX and cols <= t.fused_cols:
-            return "XLA reads such rows and their mask once, in vectors, where a kernel reads the mask byte by byte"
+            return "XLA reads such rows and their mask once, in vectors; a kernel reads masks byte by byte"
         return None
-    if cols <= {Op.STATS: t.stats_cols, Op.CROSS_ENTROPY: t.loss_cols, Op.CROSS_ENTROPY_GRADIENT: t.gradient_cols}.get(
-        op, 0
-    ):
-        return "one thread of XLA's reads so short a row"
-    if (
-        not op.has_labels
-        and op is not Op.STATS
-        and reference.by_state((problem.rows, cols), (1,), problem.dtype.itemsize)
-    ):
+    short = {Op.STATS: t.stats_cols, Op.CROSS_ENTROPY: t.loss_cols, Op.CROSS_ENTROPY_GRADIENT: t.gradient_cols}
+    by_threads = reference.by_state((problem.rows, cols), (1,), problem.dtype.itemsize)
+    if cols <= short.get(op, 0) or (op not in short and by_threads):
         return "one thread of XLA's reads so short a row"
     if op is Op.CROSS_ENTROPY_GRADIENT and problem.rows <= t.gradient_rows and cols >= t.gradient_rows_cols:
         return "XLA shares so few rows among more SMs"
-    if forward and problem.dtype.itemsize == 2 and reference.SHORT_COLS < cols <= t.narrow_cols:
+    if op in (Op.SOFTMAX, Op.LOG_SOFTMAX) and narrow and reference.SHORT_COLS < cols <= t.narrow_cols:
         return "XLA has fewer instructions for such rows"
     is_small = problem.elements <= t.small_elements and cols <= t.small_cols
     few_ragged = problem.rows <= 2 * device.sm_count and not _whole_vectors(problem)
-    if op is Op.SOFTMAX and is_small and (problem.dtype.itemsize == 4 or few_ragged):
+    if op is Op.SOFTMAX and is_small and (few_ragged or not narrow):
         return "XLA starts sooner on so few elements"
     return None
 

@@ -31,6 +31,7 @@ Axes = tuple[int, ...]
 # On a GPU XLA reads rows as follows. With `gpu`, one device has all of the operands.
 SHORT_COLS = 15  # one thread reads a row that is so short
 _MANY_ELEMENTS = 2**23  # in 16 bits, with so many elements it is faster to find the states of such rows first
+_WIDENED_COLS = 512
 _STRIDE = 32  # of longer rows with at least so many elements between neighbours, the state is found in one reduction
 
 
@@ -153,9 +154,14 @@ def _in_one_pass(shape: Sequence[int], axes: Axes) -> bool:
 
 
 def by_state(shape: Sequence[int], axes: Axes, itemsize: int) -> bool:
-    """Whether XLA for a GPU is faster if it finds the rows' states first, and then reads the rows once more."""
+    """Whether XLA for a GPU is faster if it finds the rows' states first, and then reads the rows once more.
+
+    Numbers of 16 bits it would widen in a pass of their own, before it merges states.
+    """
+    if itemsize > 2:
+        return _in_one_pass(shape, axes)
     short = 3 < math.prod(shape[d] for d in axes) <= SHORT_COLS and _stride(shape, axes) == 1
-    return _in_one_pass(shape, axes) or (short and itemsize == 2 and math.prod(shape) >= _MANY_ELEMENTS)
+    return short and math.prod(shape) >= _MANY_ELEMENTS
 
 
 def _rows(
@@ -225,7 +231,9 @@ def log_softmax(
 def stats(x: jax.Array, where: jax.Array | None = None, *, axes: Axes, scale: float = 1.0, gpu: bool = False) -> Stats:
     """The rows' states, `axes` removed."""
     z, unit = _in_units(x, scale)
-    kept = scaled(_state(_held(z, where), axes, unit, gpu), unit)
+    # Of short rows XLA would widen numbers of 16 bits in a pass of their own.
+    one_pass = gpu and (x.dtype.itemsize > 2 or math.prod(x.shape[d] for d in axes) >= _WIDENED_COLS)
+    kept = scaled(_state(_held(z, where), axes, unit, one_pass), unit)
     return Stats(kept.max.squeeze(axes), kept.sum.squeeze(axes))
 
 

@@ -316,7 +316,8 @@ def test_gradients_of_top_k(normalize: str) -> None:
     x = jax.random.normal(jax.random.key(1), (64, 32000))
     loss = lambda x, name: jnp.sin(50 * top_k_softmax(x, 8, normalize=normalize, implementation=name)[0]).sum()
     got, want = (jax.jit(jax.grad(loss), static_argnums=1)(x, name) for name in ("mosaic_gpu", "xla"))
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-8)
+    # Arguments of the sine are rounded by up to 2e-6, and its slope is near 0 in some elements.
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6)
 
 
 def over_two_gpus(kind: str, *spec: str | None) -> NamedSharding:

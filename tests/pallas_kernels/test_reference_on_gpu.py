@@ -27,6 +27,7 @@ SPECIAL = ([-INF, 0.0, 1.0], [INF, 0.0, 1.0], [INF, INF, -INF], [NAN, INF, 0.0],
 def many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call counts as one of many elements."""
     monkeypatch.setattr(reference, "_MANY_ELEMENTS", 1)
+    monkeypatch.setattr(reference, "_WIDENED_COLS", 1)
 
 
 def rows(shape: tuple[int, ...], dtype: str) -> jax.Array:
