@@ -103,7 +103,7 @@ def thresholds(device: Device) -> Thresholds:
 
 
 def priority(problem: Problem, device: Device) -> tuple[str, ...]:
-    """The kernels, fastest first; the first one that accepts the problem runs it, unless `_left_to_xla` says why not."""
+    """The kernels, fastest first: the first one that accepts the problem runs it, unless XLA is faster than all."""
     t, rows, row_bytes = thresholds(device), _rows(problem, device), _row_bytes(problem)
     if row_bytes > t.online_bytes and rows < device.sm_count:
         return ("grid",)
