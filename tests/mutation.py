@@ -24,7 +24,7 @@ import tempfile
 import time
 import tomllib
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,10 +170,20 @@ def run(wanted: Iterable[tuple[Mutant, float]], jobs: int, until: float) -> Iter
         yield ended()
 
 
+def _entry(results: Mapping[str, Result], keys: Iterable[str]) -> dict[str, Any]:
+    """What is committed of a sample."""
+    counted = [results[key] for key in keys if results[key]["outcome"] != "no import"]
+    left = sorted({result["change"] for result in counted if result["outcome"] == "survived"})
+    return {"sample": len(counted), "survivors": left}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--module", default="", help="only modules whose name contains this")
-    parser.add_argument("--sample", type=int, default=20, help="mutants of each module")
+    parser.add_argument("--sample", type=int, default=48, help="mutants of each module")
+    parser.add_argument(
+        "--skip", type=int, default=0, help="leave out so many of each module: tests were written for them"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=60, help="no mutant starts after these")
     parser.add_argument("--again", action="store_true", help="test those anew that survived")
@@ -187,12 +197,16 @@ def main() -> None:
         importlib.import_module(name)
 
     file = KEPT / "results.jsonl"
-    known = map(json.loads, file.read_text().splitlines() if file.exists() else [])
+    known = [*map(json.loads, file.read_text().splitlines() if file.exists() else [])]
     done = {x["key"]: x for x in known}  # of two results of one mutant the last
+    first = {x["key"]: x for x in reversed(known)}
     if options.again:
         done = {key: x for key, x in done.items() if x["outcome"] != "survived"}
     modules = [module for module in CONFIG["module"] if options.module in module]
-    samples = {module: list(itertools.islice(mutants(module), options.sample)) for module in modules}
+    samples = {
+        module: list(itertools.islice(mutants(module), options.skip, options.skip + options.sample))
+        for module in modules
+    }
     wanted = [m for m in itertools.chain(*itertools.zip_longest(*samples.values())) if m and m.key not in done]
     unmutated = [Mutant(module, path_of(module).read_text()) for module in {m.module: None for m in wanted}]
     limits = {}
@@ -203,15 +217,15 @@ def main() -> None:
         print(f"{result['module']}: its tests take {result['seconds']} s", flush=True)
     for result in run(((m, limits[m.module]) for m in wanted if m.module in limits), options.jobs, until):
         done[result["key"]] = result
+        first.setdefault(result["key"], result)
         print(f"{result['outcome']}: {path_of(result['module'])}:{result['line']}: {result['change']}", flush=True)
 
     found = committed() if SCORES.exists() else {}
     for module, sample in samples.items():
         # A sample ends before the first that has no result: those that are quickly killed would be most of it.
-        results = [done[m.key] for m in itertools.takewhile(lambda m: m.key in done, sample)]
-        results = [result for result in results if result["outcome"] != "no import"]
-        left = sorted({result["change"] for result in results if result["outcome"] == "survived"})
-        found[module] = {"sample": len(results), "survivors": left}
+        keys = [m.key for m in itertools.takewhile(lambda m: m.key in done, sample)]
+        entry = found.setdefault(module, {})
+        entry |= {"unseen": _entry(first, keys)} if options.skip else _entry(done, keys)
     listed = {module: found[module] for module in CONFIG["module"] if module in found}
     SCORES.write_text(json.dumps(listed, indent=1) + "\n")
 
@@ -228,26 +242,27 @@ class Score(NamedTuple):
         return self.killed / max(1, self.sample - self.equivalent)
 
 
-def committed() -> dict[str, Any]:
-    """What the last runs found, of each module."""
-    return json.loads(SCORES.read_text())
+def committed(*, unseen: bool = False) -> dict[str, Any]:
+    """What the last runs found, of each module; or of those mutants that no test was written for, at first."""
+    found = json.loads(SCORES.read_text())
+    return {module: entry["unseen"] for module, entry in found.items() if "unseen" in entry} if unseen else found
 
 
-def survivors() -> Iterator[tuple[str, str, str, str]]:
+def survivors(*, unseen: bool = False) -> Iterator[tuple[str, str, str, str]]:
     """Each survivor: its module, the change, whether it is equivalent or accepted, and why."""
-    for module, entry in committed().items():
+    for module, entry in committed(unseen=unseen).items():
         for change in entry["survivors"]:
             named = {verdict: CONFIG["module"][module].get(verdict, {}) for verdict in ("equivalent", "accepted")}
             verdict = next((verdict for verdict, reasons in named.items() if change in reasons), "")
             yield module, change, verdict, named[verdict][change] if verdict else ""
 
 
-def scores() -> dict[str, Score]:
+def scores(*, unseen: bool = False) -> dict[str, Score]:
     """The score of each module, and that of "all"."""
-    verdicts = collections.Counter((module, verdict) for module, _, verdict, _ in survivors())
+    verdicts = collections.Counter((module, verdict) for module, _, verdict, _ in survivors(unseen=unseen))
     found = {
         module: Score(entry["sample"], verdicts[module, "equivalent"], entry["sample"] - len(entry["survivors"]))
-        for module, entry in committed().items()
+        for module, entry in committed(unseen=unseen).items()
     }
     return found | {"all": Score(*map(sum, zip(*found.values(), strict=True)))}
 

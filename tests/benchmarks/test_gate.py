@@ -441,6 +441,14 @@ def test_a_row_is_not_lost_in_the_mean():
         assert not measured.Verdict(error, plain, measured.SLACK["bfloat16"]).right
 
 
+@pytest.mark.parametrize("off", [0.01, 0.3, 2.0])
+@pytest.mark.parametrize("length", [16, 4096])
+def test_the_worst_row_counts_by_a_sixteenth(off, length):
+    want = jnp.ones((1, length, 8))
+    found = protocol._head_error(want.at[0, 3].add(off), want)
+    np.testing.assert_allclose(found, max(off / math.sqrt(length), off / 16), rtol=1e-4)
+
+
 def test_a_kernel_that_takes_no_such_call_declines(monkeypatch):
     def refuse(*_):
         raise NotImplementedError("no kernel takes this call:\n  heads of 256")
