@@ -149,7 +149,7 @@ def explain(
     if op == "logsumexp" and options.get("b") is not None:
         arrays["b"] = abstract("explain", "b", options.pop("b"))
     static: dict[str, Any] = {"axis": axis, "implementation": implementation, **options}
-    notes = ("where is applied by XLA before and after the kernel",) if arrays and found.is_linear else ()
+    notes: tuple[str, ...] = ()
     if op == "logsumexp":
         if not (checks.is_number(scale) and scale == 1):
             raise TypeError(f"explain: scale is {scale}, but logsumexp has no scale. Multiply x by it beforehand.")
@@ -182,6 +182,8 @@ def explain(
         least = least_bytes(eqn) + (bytes_of(*jaxpr.out_avals) if apart else 0)
         notes += (_GRADIENT_APART,) * apart
     what = explained(eqn, target)
+    if "where" in arrays and found.is_linear and what.implementation == "mosaic_gpu":
+        notes = ("where is applied by XLA before and after the kernel", *notes)
     every = (*notes, *what.notes)
     return dataclasses.replace(what, call=described, least_bytes=least, notes=every, verbose=verbose)
 

@@ -184,12 +184,18 @@ def explained(eqn: Any, target: Target) -> Explanation:
     return _with_logits(found, eqn, inner)
 
 
+_BY_XLA_ALONE = {
+    "softmax_cross_entropy": "XLA reads such rows once",
+    "softmax_tangent": "implementation='xla', or a mask, whose selects XLA fuses with the derivative",
+}
+
+
 def _of_choice(choice: Choice, primitive: Primitive) -> dict[str, Any]:
     """The fields of an explanation that say what a lowering rule chose."""
     plan, notes = choice.plan, (NOT_INVARIANT,) * _is_invariant(choice.params)
     if plan is None:
         reason = "forward mode has no kernel" if DIRECTIONS[primitive.name][1] == "jvp" else "implementation='xla'"
-        reason = "XLA reads such rows once" if primitive.name == "softmax_cross_entropy" else reason
+        reason = _BY_XLA_ALONE.get(primitive.name, reason)
         return {"implementation": "xla", "reason": reason, "notes": notes, "declined": ()}
     if (decision := plan.decision) is None:
         runs = "error" if choice.name else "xla"

@@ -121,9 +121,11 @@ def test_copies_are_said(explained: Any) -> None:
     assert jaxsoftmax.explain(x, (0, 2)).notes[0].startswith("operands are transposed by (1, 0, 2)")
     assert jaxsoftmax.explain(x, where=where).notes == ("where, of shape (1, 6, 1), is broadcast to (4, 6, 8)",)
     assert jaxsoftmax.explain(x, where=jax.ShapeDtypeStruct((8,), jnp.bool_)).notes == ()
-    assert jaxsoftmax.explain(x, where=where, op="softmax_vjp").notes == (
-        "where is applied by XLA before and after the kernel",
-    )
+    derivative = jaxsoftmax.explain(x, where=where, op="softmax_vjp")
+    assert (derivative.implementation, derivative.notes) == ("xla", ())
+    assert "XLA fuses with the derivative" in derivative.reason
+    named = jaxsoftmax.explain(x, where=where, op="softmax_vjp", implementation="mosaic_gpu")
+    assert "where is applied by XLA before and after the kernel" in named.notes
     assert "multiplies it in" in jaxsoftmax.explain(x, scale=jnp.ones((4, 1, 1))).notes[0]
     assert "multiplies it in" in jaxsoftmax.explain(x, scale=-1).notes[0]
     assert jaxsoftmax.explain(x, scale=np.float32(3)).notes == jaxsoftmax.explain(x, scale=3).notes == ()
