@@ -336,8 +336,8 @@ def test_rows_over_two_gpus_need_no_collective():
 def test_losses_and_selections_over_two_gpus(spec, kind, gathers):
     """In a program of 64 bits, too, whose kernels count in 32. Columns exchange numbers in one all-gather."""
     mesh = aot.two_gpus(kind)
-    x = jax.ShapeDtypeStruct((64, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
-    labels = jax.ShapeDtypeStruct((64,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(*spec[:1])))
+    x = jax.ShapeDtypeStruct((128, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+    labels = jax.ShapeDtypeStruct((128,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(*spec[:1])))
 
     def both(x, labels):
         total = lambda x: jaxsoftmax.softmax_cross_entropy_with_integer_labels(x, labels).sum(keepdims=True)
