@@ -165,3 +165,12 @@ def test_scale(function: Any) -> None:
         np.testing.assert_allclose(found, want, rtol=1e-6)
     for scale in (2 * largest, -2 * largest):
         assert np.isnan(jax.tree.leaves(call(np.zeros((1, 2), np.float32), scale=scale))[0]).all()
+
+
+def test_labels_beyond_31_bits_are_no_columns() -> None:
+    """Among them 2^32 - 1, which is -1 if it wraps, the mark of an ignored row."""
+    labels = jnp.array([2**32 - 1, 2**31, 2**31 + 1, 2], jnp.uint32)
+    for weights in (None, 0.5):
+        loss = functools.partial(jaxsoftmax.softmax_cross_entropy_with_integer_labels, weights=weights)
+        found = jax.jit(loss)(jnp.zeros((4, 3)), labels)
+        np.testing.assert_array_equal(np.isnan(found), [True, True, True, False])

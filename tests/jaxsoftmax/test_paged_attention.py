@@ -241,6 +241,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "rows": ({"block_tables": np.ones((3, 5), int)}, ValueError, "has shape (3, 5), expected (4, entries)"),
     "lengths": ({"lengths": np.ones(3, int)}, ValueError, "lengths has shape (3,), expected (4,), a length"),
     "window": ({"local_window_size": -1}, ValueError, "local_window_size=-1, expected one number of positions"),
+    "heads": ({"query": np.ones((4, 3, 16), np.float32)}, ValueError,
+              "query has 3 heads and key_pages 2, expected a multiple of those. Pass layout="),
     "dtype": ({"query": jnp.ones((4, 4, 16), jnp.bfloat16)}, TypeError, "expected one dtype for all three"),
     "kernel": ({"implementation": "mosaic_gpu"}, NotImplementedError, "mosaic_gpu"),
 }  # fmt: skip
