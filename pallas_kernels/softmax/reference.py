@@ -119,7 +119,7 @@ def _maximum(z: jax.Array, axes: Axes) -> jax.Array:
 
 
 def _maximum_again(z: jax.Array, axes: Axes) -> jax.Array:
-    """The same by another expression, which has no derivative."""
+    """Finds the maximum by another expression, which has no derivative."""
     least = varying_like(jnp.full((), jnp.finfo(z.dtype).min, z.dtype), z)
     return jnp.expand_dims(jax.lax.reduce(z, least, jax.lax.max, axes), axes)
 
