@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("", "docs/", "docs/log/", "docs/tuning/", "examples/")
+FOLDERS = ("", "docs/", "docs/tuning/", "examples/")
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in ROOT.glob(f"{folder}*.md"))
 
 # Words of our own for what has a name in the field, and what to say. docs/glossary.md has the words that stay.
@@ -50,7 +50,6 @@ RETIRED_WORDS = {
     "await_turn": "acquire_dq",
 }
 RETIRED_WORDS_LEFT = {
-    "docs/log/": set(RETIRED_WORDS),  # an entry keeps the words of its time
     "docs/mutants.md": {"nobody"},  # written from the tests' faults
 }
 PACKAGES = ("jaxsoftmax", "pallas_kernels")
