@@ -1,12 +1,17 @@
 """Results of `benchmarks.call_cases` as text: what a run prints at its end, and tables in Markdown."""
 
 import itertools
+import re
+import statistics
 from collections.abc import Callable, Sequence
 
 from benchmarks import call_cases, report
 from benchmarks import results as measured
 from benchmarks.report import LIBRARIES, SLOW, VERY_SLOW, WORST_SHOWN, floored, markdown, number, time_of
 from benchmarks.results import Record, Results, Run
+
+# The name of a call: its function with pass and dtype, its size, and its axis.
+_CHAIN = re.compile(r"(.+?_(?:fwd|value_and_grad|value_and_vjp)_(?:bf16|f32))_(\w+?)(?:_axis(-?\d))?(?:_k\d+)?")
 
 
 def chains(records: Sequence[Record]) -> str:
@@ -81,8 +86,29 @@ def sample(results: Results) -> str:
     return "\n\n".join([markdown(heads, rows), *worst])
 
 
-TABLES: dict[str, Callable[[Results], str]] = {
+def chain_groups(results: Results) -> str:
+    """For each function, pass and dtype: how many times faster ours is than XLA, and where it is least."""
+    rows = []
+    for run in _newest("chains", results):
+        groups: dict[str, list[tuple[float, str]]] = {}
+        for ratio, record in report.against_libraries(run.records.values()):
+            function, size, axis = _CHAIN.fullmatch(_name(record)).groups()
+            across = " along another axis" if axis not in (None, "-1") else ""
+            groups.setdefault(f"`{function}`{across}", []).append((ratio, size))
+        for name, ratios in sorted(groups.items()):
+            mean = statistics.geometric_mean(ratio for ratio, _ in ratios)
+            rows.append([name, run.card, str(len(ratios)), floored(mean), f"{floored(ratios[0][0])} ({ratios[0][1]})"])
+    records = [record for run in _newest("chains", results) for record in run.records.values()]
+    days = ", ".join(dict.fromkeys(record["run"]["when"] for record in records))
+    heads = ["call", "on", "sizes", "mean x XLA", "least, at"]
+    return markdown(heads, rows) + (f"\n\n{report.setting(records)}; {days}." if rows else "")
+
+
+DETAILS: dict[str, Callable[[Results], str]] = {
     "chains": _by_call("chains", ("ours, us", "XLA, us", "x XLA"), _beside),
+}
+TABLES: dict[str, Callable[[Results], str]] = {
+    "chain_groups": chain_groups,
     "first": _by_call(
         "first", ("ours", *LIBRARIES.values()), lambda r: [_seconds(r, name) for name in ("ours", *LIBRARIES)]
     ),

@@ -1,6 +1,7 @@
 """`python -m benchmarks.docs`: rewrites every generated table of README.md and docs/*.md from the committed results.
 
 A table stands between `<!-- table:NAME -->` and `<!-- /table -->`; everything between them belongs to this program.
+`--print=NAME` prints a table with a row for each measured case, which no document has.
 """
 
 import argparse
@@ -201,13 +202,20 @@ def _time_and_speed(entry: Mapping[str, Any]) -> str:
 # The lines of the summary: operations, passes and the fewest rows.
 LINES = {
     "`softmax`": ("softmax", "fwd", 1024),
-    "the same, at most 128 rows": ("softmax", "fwd", 0),
-    "its gradient": ("softmax", "bwd value_and_vjp", 0),
+    "`softmax` of at most 128 rows": ("softmax", "fwd", 0),
+    "gradient of `softmax`": ("softmax", "bwd value_and_vjp", 0),
     "`log_softmax`, `logsumexp`": ("log_softmax logsumexp", "fwd", 0),
     "cross entropy": ("cross_entropy", "fwd", 0),
-    "and its gradient": ("cross_entropy", "value_and_grad", 0),
-    "the same, by `.mean()`": ("cross_entropy", "value_and_grad_mean", 0),
-    "top-k softmax": ("top_k", "fwd", 0),
+    "cross entropy with gradient": ("cross_entropy", "value_and_grad", 0),
+    "cross entropy with gradient, by `.mean()`": ("cross_entropy", "value_and_grad_mean", 0),
+    "`top_k_softmax`": ("top_k", "fwd", 0),
+}
+
+
+HEADLINE = {
+    *((label, "H200") for label in ("`softmax`", "cross entropy with gradient", "`top_k_softmax`")),
+    *((label, "H200") for label in ("`flash_attention`", "gradient of `flash_attention`")),
+    ("`linear_cross_entropy`", "H100"),
 }
 
 
@@ -242,61 +250,57 @@ def measured_lines(results: Results) -> list[Line]:
         lines.append(Line(label, measured.CARD.upper(), records, shares, xla, others))
     newest = {run.card: run for run in reversed(measured.attention_runs(results.folder))}  # of JAX, on each card
     for run in reversed(newest.values()):
-        for label, pass_ in (("`flash_attention`", "fwd"), ("its gradient", "bwd")):
+        for label, pass_ in (("`flash_attention`", "fwd"), ("gradient of `flash_attention`", "bwd")):
             records = [record for record in run.records.values() if record["case"]["pass"] == pass_]
             rates = [(r["impls"]["ours"].get("tflop_per_s"), r["matmul"]["tflop_per_s"]) for r in records]
             shares = [ours / product if ours else None for ours, product in rates]
             ratios = [measured.against_best(record)["ratio"] for record in records]
             none = [None] * len(records)
-            lines.append(Line(f"{label}, {run.label}", run.card.upper(), records, shares, none, ratios))
+            lines.append(Line(label, run.card.upper(), records, shares, none, ratios))
     few = report.few_queries(results)
     for card in dict.fromkeys(label.split()[0] for label in few):
         records = [record for label, record in few.items() if label.split()[0] == card]
         one = [report.share_of_read(record) if record["case"]["queries"] == 1 else None for record in records]
         ratios = [measured.ratio(record, "cudnn") for record in records]
         none = [None] * len(records)
-        lines.append(Line(f"1 to 512 queries of many keys, {card}", card.upper(), records, one, none, ratios))
+        lines.append(Line("1 to 512 queries of many keys", card.upper(), records, one, none, ratios))
     for card, records in report.linear_records(results).items():
         of_products = [r["impls"]["ours"].get("x_products") for r in records]
         ratios = {peer: [report.linear_ratio(record, peer) for record in records] for peer in report.LINEAR_PEERS}
         optax = ratios.pop("optax")
         others = [min(filter(None, of_case), default=None) for of_case in zip(*ratios.values(), strict=True)]
         shares = [1 / x if x else None for x in of_products]
-        lines.append(Line(f"`linear_cross_entropy`, {card}", card.upper(), records, shares, optax, others))
+        lines.append(Line("`linear_cross_entropy`", card.upper(), records, shares, optax, others))
     return [line for line in lines if line.records]
 
 
+def headline(results: Results) -> str:
+    """The medians of the operations that most models spend their time in."""
+    lines = [line for line in measured_lines(results) if (line.label, line.card) in HEADLINE]
+    rows = [[line.label, line.card, *map(_median, line[3:])] for line in lines]
+    return markdown(["operation", "on", "of the hardware limit", "x XLA", "x best other library"], rows)
+
+
 def summary(results: Results) -> str:
-    """One row for each operation, and where the figures come from."""
+    """A row for each operation and card, with the slowest case beside XLA or another library; and the conditions."""
     lines = measured_lines(results)
-    shown = [record for line in lines if line.label in LINES for record in line.records]
-    cells = [[line.label, _count(line.records), *map(_spread, line[3:])] for line in lines]
-    where = f" on one {report.setting(shown)}" if shown else ""
-    text = (
-        f"\n\nMedian (worst ... best case){where}, for attention on the card and with "
-        "the JAX that its rows name; day and commit of each case stand in docs/results.md and "
-        "docs/attention_results.md. The floor is the time of a copy of the same bytes, for attention that of as large "
-        "a product of square matrices, for one query that of a read, and for `linear_cross_entropy`, beside optax, "
-        "that of as many products of the same shapes. Others: torch, torch.compile, Liger, quack and tokamax; of "
-        "attention cuDNN, which gets packed documents as a dense mask." + report.linear_memory(results)
-    )
-    return markdown(["operation", "cases", "of the floor", "x XLA", "x best other"], cells) + (text if cells else "")
-
-
-def limits(results: Results) -> str:
-    """Of each operation the cards, what is furthest from the floor, and what is slower than XLA or another library."""
     rows = []
-    for line in measured_lines(results):
+    for line in lines:
         names = [record["case"]["name"] for record in line.records]
         best = [min(filter(None, ratios), default=None) for ratios in zip(line.xla, line.others, strict=True)]
-        worst = [min(pairs, default=None) for pairs in (_known(line.shares, names), _known(best, names))]
-        cells = [
-            text for found in worst for text in (("-", "-") if found is None else (f"{found[0]:.2f}", f"`{found[1]}`"))
-        ]
-        slower = [ratio for ratio, _ in _known(best, names) if ratio < 0.97]
-        rows.append([line.label, line.card, _count(line.records), *cells, str(len(slower))])
-    heads = ["operation", "card", "cases", "least of the floor", "at", "least x XLA or other", "at", "below 0.97"]
-    return markdown(heads, rows)
+        worst = min(_known(best, names), default=None)
+        slowest = f"{worst[0]:.2f} `{worst[1]}`" if worst else "-"
+        rows.append([line.label, line.card, _count(line.records), *map(_spread, line[3:]), slowest])
+    where = report.setting([record for line in lines if line.label in LINES for record in line.records])
+    text = (
+        f"\n\nMedian (worst ... best case) on one GPU. Rows: {where}; attention: the card's newest JAX. The floor is "
+        "the time of a copy of the same bytes; for attention, of as large a product of square matrices; for one query, "
+        "of a read; for `linear_cross_entropy`, of as many products of the same shapes. XLA runs `jax.nn` or optax. "
+        "Other libraries: torch, torch.compile, Liger, quack, tokamax; for attention cuDNN, which gets documents as a "
+        "dense mask." + report.linear_memory(results)
+    )
+    heads = ["operation", "on", "cases", "of the floor", "x XLA", "x best other", "least x XLA or other"]
+    return markdown(heads, rows) + (text if rows else "")
 
 
 def _known(values: Iterable[float | None], names: Iterable[str]) -> list[tuple[float, str]]:
@@ -306,6 +310,11 @@ def _known(values: Iterable[float | None], names: Iterable[str]) -> list[tuple[f
 def _count(records: Sequence[Record]) -> str:
     wrong = sum(record["impls"]["ours"]["status"] != "ok" for record in records)
     return f"{len(records)}, {wrong} WRONG" if wrong else str(len(records))
+
+
+def _median(values: Iterable[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{statistics.median(known):.2f}" if known else "-"
 
 
 def _spread(values: Iterable[float | None]) -> str:
@@ -363,23 +372,26 @@ def _error(peer: str, record: Record) -> str:
     return number(value, ".0f" if value and value >= 100 else ".1f")
 
 
-TABLES: dict[str, Callable[[Results], str]] = {
-    "summary": summary,
-    "limits": limits,
-    "everything": of_ops(
+# Every measured case, which documents do not show.
+DETAILS: dict[str, Callable[[Results], str]] = {
+    "rows": of_ops(
         ("softmax", "log_softmax", "logsumexp"),
         {
             "TB/s": lambda record: number(record["impls"]["ours"].get("tb_per_s"), ".2f"),
             "of copy": lambda record: number(record["impls"]["ours"].get("fraction_of_copy"), ".2f"),
         },
     ),
+    "attention_forward": report.attention_cells("fwd"),
+    "attention_backward": report.attention_cells("bwd"),
+    "attention_decode": report.attention_decode,
+    **call_report.DETAILS,
+}
+TABLES: dict[str, Callable[[Results], str]] = {
+    "headline": headline,
+    "summary": summary,
     "cross_entropy": of_ops(
         ["cross_entropy"],
-        {
-            "units": lambda record: number(measured.units(record, "ours"), ".2f"),
-            "extra memory": lambda record: number(measured.extra_memory(record, "ours"), ".2%"),
-            "XLA's": lambda record: number(measured.extra_memory(record, "xla"), ".0%"),
-        },
+        {"units": lambda record: number(measured.units(record, "ours"), ".2f")},
         ("xla", "xla_f32"),
     ),
     "top_k": of_ops(["top_k"], {}),
@@ -389,11 +401,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "ladder_backward_f16": ladder("bwd", "float16"),
     "attention_runs": report.attention_runs,
     "attention_promises": report.attention_promises,
-    "attention_forward": report.attention_cells("fwd"),
-    "attention_backward": report.attention_cells("bwd"),
+    "attention": report.attention,
     "attention_sample": report.attention_sample,
-    "attention_short": report.attention_short,
-    "attention_decode": report.attention_decode,
     "attention_pages": report.attention_pages,
     "linear": report.linear,
     "scaling": scaling.table,
@@ -454,15 +463,18 @@ def _bandwidth(pyplot: Any, records: Sequence[Record], title: str) -> Any:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pictures", action="store_true", help="draw the pictures too; needs matplotlib")
-    pictures = parser.parse_args(arguments).pictures
+    parser.add_argument("--print", choices=list(DETAILS), help="print this table of every measured case, and stop")
+    flags = parser.parse_args(arguments)
     results = Results()
+    if flags.print:
+        return print(DETAILS[flags.print](results))
     for path in documents():
         text = path.read_text()
         made = rewrite(text, results)
         if made != text:
             path.write_text(made)
             print(f"rewrote {path.relative_to(ROOT)}")
-    if pictures:
+    if flags.pictures:
         print("\n".join(map(str, draw(results, PICTURES))))
 
 

@@ -250,28 +250,40 @@ def attention_cells(pass_: str) -> Callable[[Results], str]:
     return make
 
 
+def attention(results: Results) -> str:
+    """Every cell, both passes: the time of ours and the ratio to cuDNN's, with the newest JAX on each card."""
+    newest = {run.card: run for run in reversed(measured.attention_runs(results.folder))}
+    runs = dict(reversed(newest.items()))
+    rows = []
+    for case in attention_cases.TABLE.select(tags=[CELLS], pass_=["fwd"]):
+        names = [case.name, case.name.replace("_fwd_", "_bwd_")]
+        records = [run.records.get(name) for run in runs.values() for name in names]
+        if any(records):
+            cells = [(time_of(r, "ours"), floored(measured.ratio(r, "cudnn") if r else None)) for r in records]
+            rows.append([call(case.describe()), *itertools.chain(*cells)])
+    heads = [f"{card} {name}, us | x cuDNN" for card in runs for name in PASSES.values()]
+    return markdown(["cell", *itertools.chain(*(head.split(" | ") for head in heads))], rows)
+
+
 def attention_sample(results: Results) -> str:
-    rows, worst = [], []
-    for run in measured.attention_runs(results.folder, "attention sample"):
+    """Runs of random and of short calls, and the calls that are slower than another library."""
+    rows, slower = [], []
+    samples = [(run, f"seed {run.seed}") for run in measured.attention_runs(results.folder, "attention sample")]
+    samples += [(run, "short") for run in measured.attention_runs(results.folder, "attention short")]
+    for run, name in samples:
         found = against_libraries(run.records.values())
         mean, slow = mean_and_slow(found) if found else (None, 0)
         share = f"{slow} ({slow / len(found):.1%})" if found else "-"
-        label = f"{run.label}, seed {run.seed}"
         drawn = len(run.records) + len(run.header.get("left_out", ()))
-        rows.append([label, f"{len(found)} of {drawn}", floored(mean), share, run.day, run.commit])
-        worst += [f"The {WORST_SHOWN} worst of {label}:", _beside_libraries([r for _, r in found[:WORST_SHOWN]])]
+        rows.append([f"{run.label}, {name}", f"{len(found)} of {drawn}", floored(mean), share, run.day, run.commit])
+        for ratio, record in found[:slow]:
+            times = [time_of(record, impl) for impl in ("ours", *LIBRARIES)]
+            label = f"`{record['case']['name'].removeprefix('attention_')}`"
+            slower.append([f"{run.card}, {name}", label, *times, floored(ratio)])
     heads = ["run", "calls compared", "geometric mean", f"below {SLOW}", "day", "commit"]
-    return "\n\n".join([markdown(heads, rows), *worst])
-
-
-def attention_short(results: Results) -> str:
-    found = []
-    for run in measured.attention_runs(results.folder, "attention short"):
-        left = ", ".join(f"`{name.removeprefix('attention_')}`" for name in run.header.get("left_out", ()))
-        records = sorted(run.records.values(), key=lambda r: (r["case"]["pass"], r["case"]["length"]))
-        found.append(f"{run.label}, {run.day} {run.commit}" + (f", without {left}" if left else "") + ":")
-        found.append(_beside_libraries(records))
-    return "\n\n".join(found) or NOT_MEASURED
+    names = [f"{name}, us" for name in ("ours", *LIBRARIES.values())]
+    tables = [markdown(heads, rows), *([markdown(["run", "call", *names, "x best"], slower)] if slower else [])]
+    return "\n\n".join(tables)
 
 
 def few_queries(results: Results) -> dict[str, Record]:
@@ -342,20 +354,20 @@ def linear(results: Results) -> str:
     for card, record in [(card, record) for card, records in by_card.items() for record in records]:
         case, impls = record["case"], record["impls"]
         ours, optax = (impls.get(name, {}) for name in ("ours", "optax"))
-        times = [impls.get(name, {}).get("min_us") for name in ("products", "ours")]
-        cells = [number(us and us / 1e3, ".2f") for us in times]
-        cells += [number(ours.get("x_products"), ".3f"), number(ours.get("tflop_per_s"), ".0f")]
-        sizes = [entry.get("temp_bytes") for entry in (ours, optax)]
+        us, sizes = ours.get("min_us"), [entry.get("temp_bytes") for entry in (ours, optax)]
+        cells = [number(us and us / 1e3, ".2f"), number(ours.get("x_products"), ".3f")]
         cells += [number(None if size is None else size / 2**20, ",.0f") for size in sizes]
         for peer in LINEAR_PEERS:
             entry, ratio = impls.get(peer, {}), linear_ratio(record, peer)
             why = "out of memory" if "RESOURCE_EXHAUSTED" in entry.get("reason", "") else entry.get("status", "-")
             cells.append(why if ratio is None else format(ratio, ".2f"))
         shape = " x ".join(str(case[name]) for name in ("tokens", "embedding", "vocabulary"))
-        rows.append([case["pass_"], shape, card, *cells, record["run"]["when"]])
-    heads = ["call", "tokens x embedding x vocabulary", "on", "products, ms", "ours, ms", "x products", "TFLOP/s"]
-    heads += ["extra, MiB", "optax's", *(f"x {peer}" for peer in LINEAR_PEERS.values()), "measured"]
-    where = f"\n\n{setting(itertools.chain(*by_card.values()))}; the best of interleaved rounds." if rows else ""
+        rows.append([case["pass_"], shape, card, *cells])
+    heads = ["call", "tokens x embedding x vocabulary", "on", "ms", "x products", "extra, MiB", "optax's"]
+    heads += [f"x {peer}" for peer in LINEAR_PEERS.values()]
+    found = list(itertools.chain(*by_card.values()))
+    days = ", ".join(dict.fromkeys(record["run"]["when"] for record in found))
+    where = f"\n\n{setting(found)}; the best of interleaved rounds; {days}." if rows else ""
     return markdown(heads, rows) + where
 
 
@@ -373,16 +385,6 @@ def linear_memory(results: Results) -> str:
         f" For {case['tokens']} tokens and a vocabulary of {case['vocabulary']}, `linear_cross_entropy` with gradients "
         f"takes {ours} beside arguments and results, and optax {optax}."
     )
-
-
-def _beside_libraries(records: Iterable[Record]) -> str:
-    """Calls by the name with which `--case` measures one again."""
-    rows = []
-    for record in records:
-        name = f"`{record['case']['name'].removeprefix('attention_')}`"
-        times = [time_of(record, impl) for impl in ("ours", *LIBRARIES)]
-        rows.append([name, *times, floored(measured.against_best(record, LIBRARIES)["ratio"])])
-    return markdown(["call", "ours, us", *(f"{name}, us" for name in LIBRARIES.values()), "x best"], rows)
 
 
 _RATIOS = (0.5, 1, 2, 5, 10)  # ticks of the picture of random calls

@@ -377,15 +377,20 @@ def _share(record: Record, name: str) -> str:
 
 
 def table(results: Results) -> str:
-    """Every case that was measured, by card and number of devices."""
+    """Every case that was measured, with columns for each card and number of devices."""
+    newest = _newest(measured.topic_runs("scaling", results.folder))
+    places = list(dict.fromkeys((card, devices) for card, devices, _ in newest))
     rows = []
-    for (card, devices, name), record in _newest(measured.topic_runs("scaling", results.folder)).items():
-        exchanged = ", ".join(f"{n} {kind}" for kind, n in record["collectives"].items())
-        times = [f"{record[name] / 1e3:.3g}" for name in ("one_us", "us")]
-        shares = [_share(record, name) for name in ("collectives_us", "alone_us")] if exchanged else ["", ""]
-        rows.append([name, f"{devices} {card}", *times, f"{record['efficiency']:.2f}", *shares, exchanged or "nothing"])
-    heads = ["call", "on", "one, ms", "all, ms", "efficiency", "collectives, %", "alone, %", "exchanges"]
-    return markdown(heads, rows)
+    for name in sorted({name for *_, name in newest}):
+        found = [newest.get((*place, name)) for place in places]
+        cells = [
+            [f"{r['us'] / 1e3:.3g}", f"{r['efficiency']:.2f}", _share(r, "alone_us")] if r else [""] * 3 for r in found
+        ]
+        last = next(record for record in reversed(found) if record)
+        exchanged = ", ".join(f"{n} {kind}" for kind, n in last["collectives"].items()) or "nothing"
+        rows.append([name, f"{last['one_us'] / 1e3:.3g}", *itertools.chain(*cells), exchanged])
+    heads = [[f"{devices} {card}, ms", "efficiency", "alone, %"] for card, devices in places]
+    return markdown(["call", "one, ms", *itertools.chain(*heads), "exchanges"], rows)
 
 
 def draw(pyplot: Any, runs: Sequence[Run]) -> Any:

@@ -88,7 +88,8 @@ def test_the_committed_tables_are_the_generated_ones_and_every_table_is_shown():
 
 
 def test_without_results_nothing_is_claimed(tmp_path):
-    assert {make(Results(tmp_path)) for make in docs.TABLES.values()} == {measured.NOT_MEASURED}
+    tables = [*docs.TABLES.values(), *docs.DETAILS.values()]
+    assert {make(Results(tmp_path)) for make in tables} == {measured.NOT_MEASURED}
 
 
 def test_calls_have_tables_of_the_newest_run_of_each_card_and_of_each_sample(tmp_path):
@@ -108,7 +109,8 @@ def test_calls_have_tables_of_the_newest_run_of_each_card_and_of_each_sample(tmp
     write("chains", [(chains[0], times(ours=1.0, xla=4.0))], card="H200")
     write("sample", [("slow", times(ours=4.0, xla=8.0, cudnn=2.0)), ("fast", times(ours=1.0, xla=8.1))], seed=7)
     write("first", [("softmax", {"ours": seconds, "cudnn": {"status": "declined"}})])
-    tables = {name: make(Results(tmp_path)) for name, make in call_report.TABLES.items()}
+    found = call_report.TABLES | call_report.DETAILS
+    tables = {name: make(Results(tmp_path)) for name, make in found.items()}
     lines = [line for line in tables["chains"].splitlines() if line.startswith("| `")]
     assert [line.split(" | ")[:5] for line in lines] == [
         [f"| `{chains[0]}`", "H100", "1.0", "3.0", "3.000"],
@@ -118,6 +120,35 @@ def test_calls_have_tables_of_the_newest_run_of_each_card_and_of_each_sample(tmp
     assert "| H100, JAX 1, seed 7 | 2 of 3 | 2.012 | 1 (50.0%) | 1 |" in tables["sample"]
     assert "| `slow` | 4.0 | 2.0 | 8.0 | 0.500 |" in tables["sample"]
     assert "| `softmax` | H100 | 0.750 + 1.000 | - | - |" in tables["first"]
+    function, size = re.fullmatch(r"(.+?_bf16)_(.+)", chains[0]).groups()
+    assert (
+        f"| `{function}` | H100 | 2 | 1.224 | 0.500 ({chains[1].removeprefix(f'{function}_')}) |"
+        in tables["chain_groups"]
+    )
+    assert f"| `{function}` | H200 | 1 | 4.000 | 4.000 ({size}) |" in tables["chain_groups"]
+
+
+def test_slower_random_calls_of_attention_are_named(attend):
+    results = attend("1", {FULL: {"ours": 100.0, "xla": 94.0}, CAUSAL: {"ours": 50.0, "cudnn": 60.0, "xla": 70.0}},
+                     topic="attention sample", seed=5, left_out=["another"])  # fmt: skip
+    text = report.attention_sample(results)
+    assert "| H100, JAX 1, seed 5 | 2 of 3 | 1.062 | 1 (50.0%) | 2026-11-10 | abc |" in text
+    name = FULL.name.removeprefix("attention_")
+    assert [line for line in text.splitlines() if "`" in line] == [
+        f"| H100, seed 5 | `{name}` | 100.0 | - | 94.0 | 0.940 |"
+    ]
+
+
+def test_a_table_of_all_cases_is_printed_and_no_document_written(capsys, monkeypatch):
+    monkeypatch.setattr(docs, "documents", lambda: pytest.fail("a document"))
+    docs.main(["--print=chains"])
+    assert capsys.readouterr().out == docs.DETAILS["chains"](Results()) + "\n"
+
+
+def test_the_headline_has_the_medians_of_six_operations():
+    lines = docs.headline(Results()).splitlines()[2:]
+    assert len(lines) == len(docs.HEADLINE) <= 6
+    assert lines[0].startswith("| `softmax` | H200 | 0.99 |")
 
 
 def test_every_kernel_is_explained():
@@ -134,7 +165,7 @@ def test_the_newest_measurement_counts_and_says_when_it_was_made(folder):
     ]
     results = Results(folder("old", "2026-11-01", *older))
     assert results.case(SHORT)["impls"]["ours"]["us"] == 30.0
-    found = {line.split(" | ")[0]: line.split(" | ")[-1] for line in docs.TABLES["everything"](results).splitlines()}
+    found = {line.split(" | ")[0]: line.split(" | ")[-1] for line in docs.DETAILS["rows"](results).splitlines()}
     assert found["| softmax f16 32768 x 1024"] == "2026-11-09 new |"
     assert found["| softmax f16 4096 x 131072"] == "2026-11-01 old |"
     worst = next(line for line in docs.promises(results).splitlines() if "| 0.960 |" in line)
@@ -177,10 +208,10 @@ REFUSED = {
 def test_what_is_no_median_has_no_place_in_a_table(folder, fault):
     spoil, words = REFUSED[fault]
     entry = _entry(30.0) | {"min_us": 20.0, "max_us": 40.0, "rounds_us": [29.0, 31.0]}
-    assert docs.TABLES["everything"](Results(folder("run", "2026-11-02", _record(SHORT, entry))))
+    assert docs.DETAILS["rows"](Results(folder("run", "2026-11-02", _record(SHORT, entry))))
     path = folder("run", "2026-11-02", _record(SHORT, spoil(entry)))
     with pytest.raises(ValueError, match=words):
-        docs.TABLES["everything"](Results(path))
+        docs.DETAILS["rows"](Results(path))
     with pytest.raises(ValueError, match=words):
         docs.draw(Results(path), path / "pictures")
 
@@ -215,7 +246,7 @@ def test_a_peer_from_another_process_is_compared_by_its_own_copy(folder):
     peers = _record(SHORT, quack=_entry(20.0, 0.8, "torch"), liger={"status": "declined", "reason": "no"})
     results = Results(folder("torch", "2026-11-01", peers))
     assert [measured.ratio(results.case(SHORT), peer) for peer in ("xla", "quack")] == [1.5, 1.25]
-    row = docs.TABLES["everything"](results).splitlines()[2]
+    row = docs.DETAILS["rows"](results).splitlines()[2]
     assert row == "| softmax f16 32768 x 1024 | 30.0 | 4.47 | 1.00 | 1.50 | refuses | 1.25 | 0.5 | 2026-11-02 jax |"
     entries = {"ours": {"us": 2.0}, "cudnn": {"us": 3.0}, "mgpu": {"us": 2.5}, "xla": {"us": 1.0}, "tokamax": {}}
     assert measured.against_best({"impls": entries}) == {"best_peer": "mgpu", "ratio": 1.25}
@@ -225,8 +256,8 @@ def test_a_peer_from_another_process_is_compared_by_its_own_copy(folder):
 def test_a_wrong_result_has_no_time_and_keeps_no_promise(folder):
     wrong = {"status": "WRONG", "reason": "off", "max_error_ulp": 900.0}
     results = Results(folder("run", "2026-11-02", _record(SHORT, wrong, xla=_entry(45.0))))
-    assert "| WRONG | - | - |" in docs.TABLES["everything"](results)
-    assert "| `softmax` | 1, 1 WRONG |" in docs.summary(results)
+    assert "| WRONG | - | - |" in docs.DETAILS["rows"](results)
+    assert "| `softmax` | H200 | 1, 1 WRONG |" in docs.summary(results)
     worst, record, count = TARGETS[0].measured(results)
     assert (worst, record["case"]["name"], count) == (0.0, SHORT, 1)
     assert "**missed**" in docs.promises(results)
@@ -310,6 +341,10 @@ def test_runs_of_attention_stand_by_card_and_version_and_two_sources_are_not_com
     assert causal.startswith("| D 128, S 2048, causal | WRONG | 60.0 | - |")
     backward = report.attention_cells("bwd")(results)
     assert "| D 128, S 2048, full | - | - | - | - | - | 300.0 | 301.0 | 330.0 | 1.100 |" in backward
+    assert report.attention(results).splitlines()[2:] == [
+        "| D 128, S 2048, full | 102.0 | 0.980 | - | - |",
+        "| D 128, S 2048, causal | WRONG | - | - | - |",
+    ]
     text = report.attention_promises(results)
     row = next(line for line in text.splitlines() if line.startswith("| H100, JAX 0.12.0.1, forward |"))
     assert row.startswith("| H100, JAX 0.12.0.1, forward | 0.000 **missed** (2 of 32 cells) |")
