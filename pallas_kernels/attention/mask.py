@@ -222,10 +222,9 @@ def bitmask_blocks(words: jax.Array, axis: int, columns: int, block_rows: int, b
     every = _over_rows(lax.reduce_and, words | beyond, ALL_BITS, axis, block_rows)
     size = block_columns // 4  # bits that a block has in a word
     full = jnp.uint32(ALL_BITS >> 32 - size)
-    some, every = (
-        jnp.stack([x >> shift & full for shift in range(0, 32, size)], 3).reshape(*x.shape[:2], -1, x.shape[3])
-        for x in (some, every)
-    )
+    # XLA reduces in a kernel of its own before a shift by an array, and again and again within a stack of shifts.
+    shifts = jnp.arange(0, 32, size, dtype=jnp.uint32)[:, None]
+    some, every = ((x[..., None, :] >> shifts & full).reshape(*x.shape[:2], -1, x.shape[3]) for x in (some, every))
     count = -(-columns // block_columns)
     visible, full = (jnp.swapaxes(x[:, :, :count], 2, 3) for x in (some != 0, every == full))
     return BlockMask(visible, full)
