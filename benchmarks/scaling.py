@@ -383,14 +383,13 @@ def table(results: Results) -> str:
     rows = []
     for name in sorted({name for *_, name in newest}):
         found = [newest.get((*place, name)) for place in places]
-        cells = [
-            [f"{r['us'] / 1e3:.3g}", f"{r['efficiency']:.2f}", _share(r, "alone_us")] if r else [""] * 3 for r in found
-        ]
+        facts = lambda r: [f"{r['one_us'] / 1e3:.4g}", f"{r['efficiency']:.2f}", _share(r, "alone_us")]
+        cells = [facts(record) if record else [""] * 3 for record in found]
         last = next(record for record in reversed(found) if record)
         exchanged = ", ".join(f"{n} {kind}" for kind, n in last["collectives"].items()) or "nothing"
-        rows.append([name, f"{last['one_us'] / 1e3:.3g}", *itertools.chain(*cells), exchanged])
-    heads = [[f"{devices} {card}, ms", "efficiency", "alone, %"] for card, devices in places]
-    return markdown(["call", "one, ms", *itertools.chain(*heads), "exchanges"], rows)
+        rows.append([name, *itertools.chain(*cells), exchanged])
+    heads = [["one, ms", f"efficiency on {devices} {card}", "alone, %"] for card, devices in places]
+    return markdown(["call", *itertools.chain(*heads), "exchanges"], rows)
 
 
 def draw(pyplot: Any, runs: Sequence[Run]) -> Any:
