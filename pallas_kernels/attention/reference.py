@@ -123,7 +123,8 @@ def backward(
     by_row = whole_rows and operands.sinks is None and not rules.is_block
     alive = _see_a_key(operands, rules, lse.shape) if by_row and operands.bias is None else lse != -jnp.inf
     d_out = jnp.where(jnp.swapaxes(alive, -1, -2)[..., None], d_out, jnp.zeros((), d_out.dtype))
-    inner = jnp.swapaxes((out.astype(wide) * d_out.astype(wide)).sum(-1), -1, -2)
+    # Delta is `rowsum(P * dP) - d_lse`. A tile that has all keys adds the sum itself, as XLA then fuses it.
+    inner = 0.0 if by_row else jnp.swapaxes((out.astype(wide) * d_out.astype(wide)).sum(-1), -1, -2)
     delta = jnp.where(alive, inner - d_lse.astype(wide), 0)
     looped = tuple(name for name in shapes if name != "sinks")
 
@@ -164,7 +165,8 @@ def _tile_gradients(
     else:
         p = _weights(z, _by_row(arrays["lse"], ops))
     d_p = _kept(ops, scores(by_rows(arrays["d_out"], groups), ops.value, rules))
-    d_z = p * (d_p - _by_row(arrays["delta"], ops))
+    delta = _by_row(arrays["delta"], ops)
+    d_z = p * (d_p - ((p * d_p).sum(-1, keepdims=True) + delta if by_row else delta))
     d_scores = ((d_z if slope is None else d_z * slope) * jnp.asarray(rules.scale, d_z.dtype)).astype(narrow)
     found: Arrays = {}
     if "query" in shapes:

@@ -1,9 +1,9 @@
 """Attention in tiles, in plain `jax.numpy`: who sees whom, a tile's logits, and the loops over chunks of a length.
 
 A tile is a chunk of queries against a chunk of keys. The rows that read a key head are those of its G query heads,
-R = G * t of them, so that keys and values are never repeated: logits are `[*batch, K, R, s]`, and what a row has
-besides, `[*batch, K, R, 1]`. XLA writes a product of such rows with keys in this order; of queries as they come, with
-their heads behind the positions, it would write another, and transpose it.
+R = t * G of them, a query's heads side by side, so that keys and values are never repeated: logits are
+`[*batch, K, R, s]`, and what a row has besides, `[*batch, K, R, 1]`. In this order XLA for a GPU reads the queries within
+the product; heads before positions it would copy first.
 """
 
 import functools
@@ -73,7 +73,7 @@ def weighted(weights: jax.Array, values: jax.Array, rules: Rules) -> jax.Array:
 def by_key(weights: jax.Array, queries: jax.Array, rules: Rules) -> jax.Array:
     """The sums over rows of `[*batch, t, N, H]` by weights `[*batch, K, R, s]`: `[*batch, s, K, H]`."""
     heads = weights.shape[-3]
-    x = jnp.moveaxis(grouped(queries, queries.shape[-2] // heads, -2), -2, -4)
+    x = jnp.swapaxes(grouped(queries, queries.shape[-2] // heads, -2), -2, -3)
     x = x.reshape(*x.shape[:-4], x.shape[-4] * x.shape[-3], *x.shape[-2:])
     if _is_few(weights, rules):
         wide = accumulator_dtype(x.dtype)
@@ -108,30 +108,34 @@ def ungrouped(x: jax.Array, axis: int) -> jax.Array:
 
 def by_rows(x: jax.Array, groups: int) -> jax.Array:
     """`[*batch, t, N, H]` as `[*batch, K, R, H]`."""
-    return _merged(jnp.moveaxis(grouped(x, groups, -2), -4, -2))
+    return _merged(jnp.swapaxes(grouped(x, groups, -2), -4, -3))
 
 
 def of_rows(x: jax.Array, groups: int) -> jax.Array:
     """The inverse of `by_rows`."""
-    return jnp.swapaxes(by_head(x, groups), -2, -3)
+    return ungrouped(jnp.swapaxes(_split(x, groups), -4, -3), -3)
 
 
 def by_head(x: jax.Array, groups: int) -> jax.Array:
     """`[*batch, K, R, n]` as `[*batch, N, t, n]`."""
-    *lead, heads, rows, last = x.shape
-    return ungrouped(x.reshape(*lead, heads, groups, rows // groups, last), -4)
+    return ungrouped(jnp.swapaxes(_split(x, groups), -3, -2), -4)
+
+
+def _split(x: jax.Array, groups: int) -> jax.Array:
+    """`[*batch, K, R, n]` as `[*batch, K, t, G, n]`."""
+    return x.reshape(*x.shape[:-2], x.shape[-2] // groups, groups, x.shape[-1])
 
 
 def spread(x: jax.Array, groups: int, length: int) -> jax.Array:
     """`[*batch, N, t, n]` as `[*batch, K, R, n]`, where N and t may be 1; both are if what results is the same."""
-    x = grouped(x, groups, -3)
+    x = jnp.swapaxes(grouped(x, groups, -3), -3, -2)
     if x.shape[-3:-1] != (1, 1):
-        x = jnp.broadcast_to(x, (*x.shape[:-3], groups, length, x.shape[-1]))
+        x = jnp.broadcast_to(x, (*x.shape[:-3], length, groups, x.shape[-1]))
     return _merged(x)
 
 
 def _merged(x: jax.Array) -> jax.Array:
-    """`[*batch, K, G, t, n]` as `[*batch, K, R, n]`."""
+    """`[*batch, K, t, G, n]` as `[*batch, K, R, n]`."""
     return x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
 
 
