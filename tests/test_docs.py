@@ -137,6 +137,36 @@ def test_no_retired_words():
         assert not found, (path, {word: RETIRED_WORDS[word] for word in found})
 
 
+# At the start of a sentence these words stand for a noun that the reader has to look for.
+RIDDLE = re.compile(r"(?:^|[.!?:;] |\| |^- |^\d+\. |\*\* )(?:What|Those|Of|The same)\b")
+
+
+def riddles(text: str) -> list[str]:
+    """The beginnings of sentences that leave out their noun; of Markdown without its blocks of code."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    paragraphs = [" ".join(part.split()).lstrip("# ") for part in re.split(r"\n\s*\n|\n(?=[-|#\d])", prose)]
+    return [part[found.start() :][:60] for part in paragraphs for found in RIDDLE.finditer(part)]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_sentences_begin_with_their_noun(document):
+    assert not riddles((ROOT / document).read_text())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What is kept.",
+        "It runs.\n\nOf these, two.",
+        "- Those that are",
+        "| a | The same |",
+        "It runs. The\nsame again.",
+    ],
+)
+def test_a_riddle_is_found(text):
+    assert len(riddles(text)) == 1
+
+
 def test_the_version_has_an_entry_in_the_changelog():
     version = importlib.import_module("jaxsoftmax").__version__
     assert re.search(rf"^## \[?{re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
