@@ -2,8 +2,8 @@
 
 A tile is a chunk of queries against a chunk of keys. The rows that read a key head are those of its G query heads,
 R = t * G of them, a query's heads side by side, so that keys and values are never repeated: logits are
-`[*batch, K, R, s]`, and what a row has besides, `[*batch, K, R, 1]`. In this order XLA for a GPU reads the queries within
-the product; heads before positions it would copy first.
+`[*batch, K, R, s]`, and a row's other numbers `[*batch, K, R, 1]`. In this order XLA for a GPU reads the queries within
+the product; it would copy heads before positions first.
 """
 
 import functools
