@@ -106,6 +106,7 @@ def kernel_reason(
     Without the kernel losses are computed in chunks of tokens. Gradients are in either case.
     """
     # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.
+    from pallas_kernels.linear_cross_entropy import dispatch
     from pallas_kernels.linear_cross_entropy import forward as kernel
 
     problem, unread = _problem(rules, operands), [name for name in operands if name not in _READ]
@@ -125,17 +126,19 @@ def kernel_reason(
         ),
     }
     reason = next((reason for reason, holds in why_not.items() if holds), None)
-    return reason or hardware.supports_kernels(device) or kernel.unsupported(problem, device)
+    reason = reason or hardware.supports_kernels(device) or kernel.unsupported(problem, device)
+    return reason or (None if rules.implementation == "mosaic_gpu" else dispatch.left_to_xla(problem, device))
 
 
 def decide(rules: Rules, operands: Mapping[str, Any], device: Device, *, for_gradient: bool = False) -> Decision:
     """The decision for a call: the kernel, or why none multiplies."""
+    from pallas_kernels.linear_cross_entropy import dispatch
     from pallas_kernels.linear_cross_entropy import forward as kernel
 
     problem, why_not = _problem(rules, operands), kernel_reason(rules, operands, device, for_gradient=for_gradient)
     if why_not is not None:
         return Decision(problem, device, None, None, "no kernel takes the problem", ((KERNEL, why_not),))
-    config, why = kernel.Config(), "product and online softmax are one kernel, "
+    config, why = dispatch.config(problem, device), "product and online softmax are one kernel, "
     why += "which writes the logits' weights in 16 bits" if for_gradient else "and no logits are written"
     chosen = Kernel(KERNEL, kernel.unsupported, lambda *_: (config,), kernel.run)
     return Decision(problem, device, chosen, config, why, ())
@@ -160,10 +163,11 @@ def _problem(rules: Rules, operands: Mapping[str, Any], weights: Literal["rows",
 
 
 def _run(rules: Rules, operands: Operands, local: jax.Array, weights: Any = None, **given: Any) -> Any:
+    from pallas_kernels.linear_cross_entropy import dispatch
     from pallas_kernels.linear_cross_entropy import forward as kernel
 
     problem = _problem(rules, operands, weights)
-    return kernel.run(problem, kernel.Config(), operands["hidden"], operands["weight"], local, **given)
+    return kernel.run(problem, dispatch.config(problem, hardware.current()), operands["hidden"], operands["weight"], local, **given)
 
 
 def numbers(rules: Rules, operands: Operands, local: jax.Array) -> Operands:
