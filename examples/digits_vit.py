@@ -1,7 +1,7 @@
 """A vision transformer on handwritten digits: Flax's own layers, with `flash_attention` as their attention function.
 
 scikit-learn ships 1797 digits of 8x8 pixels. Each is 16 patches and a token for the class: 17 tokens, which is no
-multiple of anything, seen in both directions. The same model is trained with Flax's attention function; the losses must
+multiple of anything, seen in both directions. A second one is trained with Flax's attention function; the losses must
 agree and 85 % of held-out digits be recognised, or the exit status is 1.
 
     python examples/digits_vit.py --steps 300

@@ -65,7 +65,7 @@ class Request(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What attention with a cache has to know of the T tokens of each of B sequences."""
+    """Places of the T tokens of each of B sequences, for attention with a cache."""
 
     positions: jax.Array  # [B, T], negative where a token is padding
     lengths: jax.Array  # [B], these tokens included
@@ -97,13 +97,13 @@ def paged(q: jax.Array, k: jax.Array, v: jax.Array, context: Context) -> jax.Arr
 
 
 def ours(q: jax.Array, k: jax.Array, v: jax.Array, context: Context) -> jax.Array:
-    """The same of a contiguous cache."""
+    """Attends to a contiguous cache."""
     options = {"is_causal": True, "causal_alignment": "bottom_right"}
     return jaxsoftmax.flash_attention(q, k, v, key_value_seq_lengths=context.lengths, **options)
 
 
 def theirs(q: jax.Array, k: jax.Array, v: jax.Array, context: Context) -> jax.Array:
-    """The same with a mask `[B, 1, T, length]`."""
+    """Attends by `jax.nn` with a mask `[B, 1, T, length]`."""
     sees = jnp.arange(k.shape[1]) <= context.positions[:, None, :, None]
     return jax.nn.dot_product_attention(q, k, v, mask=sees)
 

@@ -62,7 +62,7 @@ def ours(q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array) -> jax.
 def theirs(
     q: jax.Array, k: jax.Array, v: jax.Array, documents: jax.Array, by: Literal["xla", "cudnn"] | None = None
 ) -> jax.Array:
-    """The same with a mask `[batch, 1, length, length]`."""
+    """Attends by `jax.nn` with a mask `[batch, 1, length, length]`."""
     same = documents[:, None, :, None] == documents[:, None, None, :]
     return jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=True, implementation=by)
 
@@ -82,7 +82,7 @@ def loss_without_logits(hidden: jax.Array, head: nnx.Linear, labels: jax.Array, 
 
 
 def loss_by_optax(hidden: jax.Array, head: nnx.Linear, labels: jax.Array, counts: jax.Array) -> jax.Array:
-    """The same from all logits."""
+    """Computes the mean loss from all logits."""
     losses = optax.softmax_cross_entropy_with_integer_labels(head(hidden).astype(jnp.float32), labels)
     return losses.sum(where=counts) / jnp.maximum(counts.sum(), 1)
 

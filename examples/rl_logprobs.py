@@ -60,7 +60,7 @@ def log_probs(hidden: jax.Array, head: jax.Array, tokens: jax.Array) -> tuple[ja
 
 
 def log_probs_by_logits(hidden: jax.Array, head: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same from logits `[texts, length, vocabulary]`."""
+    """Computes both from logits `[texts, length, vocabulary]`."""
     log_p = jax.nn.log_softmax(hidden @ head / TEMPERATURE)
     return jnp.take_along_axis(log_p, tokens[..., None], -1)[..., 0], -(jnp.exp(log_p) * log_p).sum(-1)
 
@@ -68,7 +68,7 @@ def log_probs_by_logits(hidden: jax.Array, head: jax.Array, tokens: jax.Array) -
 def objective(
     policy: Policy, texts: jax.Array, advantages: jax.Array, of_tokens: Callable[..., tuple[jax.Array, jax.Array]]
 ) -> jax.Array:
-    """What a step makes smaller."""
+    """The objective that a step makes smaller."""
     before = jnp.pad(texts[:, :-1], ((0, 0), (1, 0)))
     log_p, entropy = of_tokens(hidden_states(policy, before), policy.head, texts)
     return -(advantages[:, None] * log_p + BONUS * entropy).mean()

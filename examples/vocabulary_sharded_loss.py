@@ -34,7 +34,7 @@ def loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def loss_by_hand(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """The same on each device, of its columns and all labels."""
+    """Computes the loss on each device from its columns and all labels."""
     device, width = jax.lax.axis_index("vocabulary"), logits.shape[-1]
     column = labels - device * width
     is_here = (column >= 0) & (column < width)

@@ -89,7 +89,7 @@ _OF_LIBRARIES: dict[str, dict[str, Function]] = {
 }
 _NAMES = (*_OF_JAX, *(name for functions in _OF_LIBRARIES.values() for name in functions))
 
-# What these packages hold stays: JAX's own code, and ours, which calls the originals.
+# These packages keep the originals: JAX's own code, and ours, which calls them.
 _KEPT = ("jax", "jaxlib", "jaxsoftmax", "pallas_kernels")
 
 
@@ -104,7 +104,7 @@ class Calls(dict[str, int]):
 
     Attributes:
         fallbacks: How many calls of each function the original took, because ours does not take such arguments.
-        reasons: What ours said to the latest of these.
+        reasons: The error by which ours declined the latest of these.
         callers: By the module that called, how many calls of each function ours have taken.
 
     >>> import jax, jax.numpy as jnp
@@ -130,7 +130,7 @@ class Calls(dict[str, int]):
             self.reasons[name] = f"{type(refusal).__name__}: {refusal}"
 
     def report(self) -> str:
-        """What ours took, by the module that called, and what it left; it says where softmax was all there was.
+        """Lists the calls that ours took and left, by module, and the modules that had nothing but a softmax.
 
         A module that computes attention or a loss by itself calls softmax alone: its matrix products, and what they
         write, are as they were.
@@ -186,14 +186,14 @@ def patch(*, report: bool = False) -> Iterator[Calls]:
     A call that works without the patch works under it, with results of the same dtypes: a loss of bfloat16 logits is
     accumulated in float32 and rounded. A call that fails without it fails under it, with the same error: the original
     is traced first, for the shapes and dtypes of its results. Negative labels count from the end, as in optax.
-    `implementation="cudnn"` means None, "xla" means "xla", and the residual of attention is not differentiated. What
-    ours does not take, as an einsum for Flax, the original does; `Calls.fallbacks` counts that. One result differs on
-    purpose: a query that sees no key gets 0 and a logsumexp of -inf, where `jax.nn` and Flax give the mean of all
-    values.
+    `implementation="cudnn"` means None, "xla" means "xla", and the residual of attention is not differentiated. The
+    original takes calls that ours does not take, as with an einsum for Flax; `Calls.fallbacks` counts these. One result
+    differs on purpose: a query that sees no key gets 0 and a logsumexp of -inf, where `jax.nn` and Flax give the mean
+    of all values.
 
     Blocks nest, and an outer block counts what inner ones do. They hold in their own thread, as JAX's own context
-    managers do: other threads call the originals, or are in blocks of their own. What `jax.jit` compiled outside is
-    traced anew inside, and the other way round.
+    managers do: other threads call the originals, or are in blocks of their own. A function that `jax.jit` compiled
+    outside is traced anew inside, and the other way round.
 
     At the end, also by an error, every original is back where it was. A function that someone else has put in such a
     place before is put back as well; one that someone else puts there inside stays.
@@ -359,7 +359,7 @@ def _caller() -> str:
     frame = inspect.currentframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
-        # What is redirected runs our code as a function of the library's.
+        # A redirected function of the library runs our code.
         if module.partition(".")[0] not in _KEPT and frame.f_code is not _forward.__code__:
             return module
         frame = frame.f_back

@@ -6,8 +6,8 @@ the selection, of the state's sum, and of the probabilities as a function of bot
 
 The k largest elements lie in the k chunks with the largest maxima, of equal ones the first: an element outside of
 those has k chunks before it, each with an element that is larger, or equal and of lower index. A chunk's maximum is
-part of its softmax state, so one read of the row gives what selects the chunks and, merged, the row's state. What is
-left to order is a maximum per chunk and k chunks, which is least where a chunk has about sqrt(n / k) elements. On a GPU
+part of its softmax state, so one read of the row gives the maxima that select chunks and, merged, the row's state. A
+maximum per chunk and k chunks are left to order, which is least where a chunk has about sqrt(n / k) elements. On a GPU
 a kernel selects the k largest of them, so that few are sorted; elsewhere all are sorted.
 
 Few rows on a GPU are ranked by counting, because to sort a thousand elements of one row takes longer than to read it.

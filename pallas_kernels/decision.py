@@ -1,4 +1,4 @@
-"""What the dispatchers of rows and of attention share: a kernel, a decision, and how a card's tuned figures are read.
+"""The dispatchers of rows and of attention share this: a kernel, a decision, and how a card's tuned figures are read.
 
 `tuned.json` has the figures of each card that are not the defaults, by their dotted names; a card that it does not have
 gets the defaults.
@@ -53,7 +53,7 @@ class Decision:
 
     @property
     def implementation(self) -> str:
-        """What runs the problem: "mosaic_gpu", "cudnn" or "xla"."""
+        """Says which implementation runs the problem: "mosaic_gpu", "cudnn" or "xla"."""
         return "xla" if self.chosen is None else self.chosen.implementation
 
     def run(self, *operands: jax.Array) -> Any:

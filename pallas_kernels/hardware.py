@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Rates(NamedTuple):
-    """What a card reaches in practice."""
+    """The rates that a card reaches in practice."""
 
     bytes_per_s: float  # of a copy, read and written
     flop_per_s: float  # of a large product of 16-bit floats
@@ -16,7 +16,7 @@ class Rates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What the configs and heuristics need to know of a GPU."""
+    """Facts of a GPU that configs and heuristics need."""
 
     name: str
     compute_capability: str
@@ -26,12 +26,12 @@ class Device:
 
     @property
     def card(self) -> str:
-        """What tables of tuned figures call it: "H100"."""
+        """Its name in tables of tuned figures: "H100"."""
         return self.name.removeprefix("NVIDIA ").split(" ")[0]
 
     @property
     def rates(self) -> Rates | None:
-        """What the card reaches; None of a card that is not in the table."""
+        """The card's rates; None for a card that is not in the table."""
         return _RATES.get(self.card.split("-")[0])
 
 

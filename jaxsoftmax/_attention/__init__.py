@@ -203,7 +203,7 @@ def flash_attention(
         deterministic_gradients: Whether the kernel's gradients come out the same, bit by bit, every time. Without it
             the query's gradient is summed in whatever order blocks finish: it varies by roundings of float32, and comes
             sooner. Outputs, and all that XLA computes, repeat in any case.
-        precision: Of XLA's matrix products, as in `jax.lax.dot`.
+        precision: The precision of XLA's matrix products, as in `jax.lax.dot`.
         dtype: Converts query, key and value.
         dropout_rate: The share of the weights that is dropped unless `deterministic`. The logsumexp is that without
             dropout.

@@ -290,7 +290,7 @@ class ByPlace(NamedTuple):
         return self.is_data or self.is_causal is True or self.window != (None, None)
 
     def operands(self, q: jax.Array, query_positions: jax.Array) -> dict[str, jax.Array]:
-        """What stands for both if any of them is data: a query that is at the last position sees every key."""
+        """Stands for both rules if any of them is data: a query that is at the last position sees every key."""
         if self.window == (None, None):
             return {"query_positions": jnp.where(self.is_causal, query_positions, 2**30)}
         before, after = (jnp.int32(UNBOUNDED) if side is None else jnp.int32(side) for side in self.window)
@@ -375,7 +375,7 @@ def with_dropout(operands: Operands, dropout: Dropout | None) -> Operands:
 
 
 def dropout(rng: jax.Array | None, rate: Any, broadcast: bool) -> Dropout | None:
-    """What to drop, or None for nothing."""
+    """Says which weights to drop, or None for none."""
     number = _number("dropout_rate", rate)
     if number is None and not (isinstance(rate, jax.Array) and rate.shape == () and _is_real(rate.dtype)):
         raise TypeError(f"{NAME}: dropout_rate={rate!r}, expected a number, 0 <= dropout_rate < 1.")

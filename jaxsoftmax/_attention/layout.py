@@ -239,7 +239,7 @@ class Sharding:
 
     @property
     def gathered(self) -> "Sharding":
-        """The same with all keys on each device."""
+        """Puts all keys on each device."""
         return dataclasses.replace(self, keys=None)
 
     def ring_reason(self, kinds: Sequence[str], shapes: Sequence[Shape], sizes: Mapping[str, int]) -> str | None:
@@ -422,7 +422,7 @@ class Heads:
 
 
 def _added(sharded: Sharding, kind: str, x: jax.Array, names: Names) -> jax.Array:
-    """A result, added up over devices. Of gradients of sharded keys each device gets its own part.
+    """Adds up a result over devices. Each device gets its own part of the gradients of sharded keys.
 
     Parts in 16 bits are added in float32.
     """

@@ -39,8 +39,8 @@ def merge_attention(
     key has output 0 and logsumexp -inf. NaN or +inf in a logsumexp makes NaN of the query's output.
 
     Outputs are weighed and added in float32, or float64 if any operand is float64, and rounded once. Derivatives of
-    every order exist, in forward and reverse mode, with respect to outputs and logsumexps. Those with respect to a part
-    that does not count are 0.
+    every order exist, in forward and reverse mode, with respect to outputs and logsumexps. The derivatives with respect
+    to a part that does not count are 0.
 
     With `axis_name` the parts of all devices along axes of a mesh are merged too, in `jax.shard_map` (or `jax.vmap`
     with that name): each gets the whole. Devices exchange the maximum and the sums. Parts that are gathered before, as

@@ -234,7 +234,7 @@ def _checked(
 def _gathered(pages: jax.Array, tables: jax.Array, lengths: jax.Array, layout: PageLayout) -> jax.Array:
     """The pages that the tables name, `[B, positions, K, H]`; NaN in the place of those that do not exist.
 
-    What lies beyond the lengths is page 0, which stays in the cache.
+    Page 0, which stays in the cache, takes the place of pages beyond the lengths.
     """
     avals = jax.typeof(pages), jax.typeof(tables)
     of_pages, (of_batch, _) = map(spec_of, avals)
@@ -277,7 +277,7 @@ def by_gathering(
 
 @functools.partial(jax.jit, static_argnames=("rules", "layout", "implementation"), inline=True)
 def _by_gathering(*operands: jax.Array, layout: PageLayout, **params: Any) -> list[jax.Array]:
-    """The same as one program: eagerly, indices of pages would not know the devices of a mesh."""
+    """Gathers in one program: eagerly, indices of pages would not know the devices of a mesh."""
     return list(by_gathering(*_unified(layout, *operands, everywhere=True), layout=layout, **params))
 
 

@@ -80,7 +80,7 @@ OPS = {Part.FORWARD: Op.FORWARD, Part.GRADIENTS: Op.BACKWARD}
 
 
 def kinds(part: Part, names: Sequence[str], moving: Sequence[str] = (), **_: Any) -> tuple[str, ...]:
-    """What each operand of a primitive is, as in `RANK`."""
+    """Names the kind of each operand of a primitive, as in `RANK`."""
     extra = {Part.FORWARD: (), Part.TANGENT: ("out", "lse", *moving), Part.GRADIENTS: ("out", "lse", "out", "lse")}
     return (*names, *extra[part])
 
@@ -216,7 +216,7 @@ def _run(call: Call, named: str | None, *operands: jax.Array, **params: Any) -> 
 
 
 def _kinds(primitive: Primitive, names: Sequence[str], **params: Any) -> tuple[str, ...]:
-    """What each operand of a primitive is, as in `RANK`."""
+    """Names the kind of each operand of a primitive, as in `RANK`."""
     return (*names, "out", "lse") if primitive is RESIDUALS else kinds(Part(primitive.name), names, **params)
 
 

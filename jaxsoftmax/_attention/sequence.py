@@ -370,7 +370,7 @@ class _Outputs:
 
 @dataclasses.dataclass
 class _Gradients:
-    """Sums of gradients over blocks of keys. Those of the keys follow their block."""
+    """Adds up gradients over blocks of keys. The gradients of the keys follow their block."""
 
     results: tuple[str, ...]
     pass_on: Callable[[jax.Array], jax.Array]

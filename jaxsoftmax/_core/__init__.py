@@ -1,1 +1,1 @@
-"""What all operations share: checks of arguments, the batch-invariant context, lowering and sharding."""
+"""All operations share this: checks of arguments, the batch-invariant context, lowering and sharding."""

@@ -1,4 +1,4 @@
-"""What calls of all public functions have in common: errors in the function's own name, which know others' words."""
+"""Calls of all public functions raise errors in the function's own name, which know others' words."""
 
 import difflib
 import functools
@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
-# What to pass, which begins with the name of a parameter, for the words that torch, FlashAttention, optax, Flax, Keras,
-# vLLM, FlashInfer, Liger and JAX's own kernels have for it. The first that the function has is meant.
+# Advice, which begins with the name of a parameter, for the words that torch, FlashAttention, optax, Flax, Keras, vLLM,
+# FlashInfer, Liger and JAX's own kernels have for it. The first that the function has is meant.
 WORDS: dict[str, tuple[str, ...]] = {
     "axis": ("dim", "dims", "axes", "along", "vocab_axis", "seq_axis", "sequence_axis"),
     "keepdims": ("keepdim", "keep_dims"),
@@ -84,7 +84,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "device": ("gpu", "hardware", "card", "arch", "platform", "accelerator"),
     "enabled": ("enable", "on", "mode"),
 }  # fmt: skip
-# What to say of words that stand for no parameter.
+# Advice for words that stand for no parameter.
 REMARKS: dict[str, tuple[str, ...]] = {
     "The result has a loss for each row: take its .mean() or .sum().": (
         *("reduction", "reduce", "size_average", "reduction_fn"),
@@ -175,7 +175,7 @@ def _check_meshes(function: str, words: Sequence[str], args: Sequence[Any], kwar
 
 
 def _arrays(words: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What may be arrays among arguments, and their names."""
+    """Finds the arguments that may be arrays, and their names."""
     given = [*zip(words, args, strict=False), *kwargs.items()]
     if len(args) > len(words):  # the last takes any number
         given[len(words) - 1] = (words[-1], args[len(words) - 1 :])

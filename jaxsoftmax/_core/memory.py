@@ -13,8 +13,8 @@ DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 def in_device_memory[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """A function of arrays for operands in any memory: its results are in that of the first array of floats.
 
-    What a function makes by itself, such as indices and constants, is in the device's memory, and JAX's operations take
-    operands in one. Kernels read only that.
+    Arrays that a function makes by itself, such as indices and constants, are in the device's memory. JAX's operations
+    take operands in one memory, and kernels read only the device's.
     """
 
     @functools.wraps(function)

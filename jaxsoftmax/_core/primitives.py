@@ -1,4 +1,4 @@
-"""What all primitives share: rules for types and vmap, derivatives of higher order, and lowering.
+"""All primitives share this: rules for types and vmap, derivatives of higher order, and lowering.
 
 A primitive is lowered to XLA on every platform, and on CUDA to a kernel where one takes the call. The platform is known
 only there, so one traced function runs, exports and differentiates the same everywhere. XLA cannot partition an opaque
@@ -133,7 +133,7 @@ def checked(x: jax.Array) -> jax.Array:
 
 
 def saved(x: jax.Array, is_empty: jax.Array, number: float) -> jax.Array:
-    """What a derivative saves of rows, with a finite number for those that are empty, under `jax_debug_infs`.
+    """Gives empty rows a finite number, among the numbers that a derivative saves, under `jax_debug_infs`.
 
     The results of a program that is differentiated include all that it saves, and JAX looks for an infinity in them.
     """
@@ -273,7 +273,7 @@ _OTHER_PLATFORM = (
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a call does on a device: the kernel's decision, the operands' layout, and extra work.
+    """Says what a call does on a device: the kernel's decision, the operands' layout, and extra work.
 
     Without a kernel it has only the reasons, `declined`.
     """
@@ -308,7 +308,7 @@ class Lowerable(Protocol):
         ...
 
     def name(self, **params: Any) -> str:
-        """What errors call it."""
+        """The name that errors give it."""
         ...
 
     def plan(self, avals: Sequence[Any], device: Device, named: str | None, **params: Any) -> Plan:

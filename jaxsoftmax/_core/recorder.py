@@ -13,15 +13,15 @@ from typing import Any
 
 @dataclasses.dataclass
 class Choice:
-    """What a lowering rule chose for one application of a primitive.
+    """Records the choice of a lowering rule for one application of a primitive.
 
     Attributes:
         plan: The `Plan`; None if the primitive has no kernel, or the implementation is XLA's by name.
-        name: What errors call the call, if its implementation is a kernel by name.
+        name: The name of the call in errors, if its implementation is a kernel by name.
         avals: The types of the operands.
         params: The primitive's parameters.
-        inside: What was chosen for the primitives that it is computed by.
-        notes: What its computation says of itself.
+        inside: The choices for the primitives that it is computed by.
+        notes: The remarks of its computation.
     """
 
     plan: Any

@@ -43,7 +43,7 @@ class _Options(TypedDict, total=False):
 
 
 class _LinearOptions(_Options, total=False):
-    """What a call on hidden states and a weight has beside them."""
+    """Arguments that a call takes beside hidden states and a weight."""
 
     bias: ArrayLike | None
     where: ArrayLike | None
@@ -112,7 +112,7 @@ def softmax_cross_entropy_with_integer_labels(
 
         softmax_cross_entropy_with_integer_labels(logits, labels, reduction="mean")
 
-    takes two passes; what else follows multiplies that gradient, in two more. What is kept for the backward pass is the
+    takes two passes; any other operation behind it multiplies that gradient, in two more. The backward pass keeps the
     logits, or with `weights` or a `reduction` the gradient, in the logits' dtype. Derivatives of every order in the
     logits and in `weights` exist, in forward and reverse mode; in forward mode, tangents of logits that do not count
     must be finite.
@@ -135,9 +135,10 @@ def softmax_cross_entropy_with_integer_labels(
         axis: The axis or axes of a row; None for all.
         where: A boolean mask that broadcasts with the logits, of their rank, or of the rows' rank, for whole rows.
             Entries where it is False are absent from the sums; the label's logit is taken even so.
-        label_smoothing: A number from 0 to 1: the share of the target that is spread evenly over the row. Of this and
-            the next three arguments an array of one number may be traced, is differentiable, and is not checked. It
-            costs passes: the logits are first converted to the dtype of accumulation (docs/numbers.md).
+        label_smoothing: A number from 0 to 1: the share of the target that is spread evenly over the row. This and
+            the next three arguments may be arrays of one number, which may be traced, are differentiable, and are not
+            checked. An array costs passes: the logits are first converted to the dtype of accumulation
+            (docs/numbers.md).
         z_loss: A number, or an array of one: the factor of `lse**2`.
         logits_soft_cap: A positive number `c`, or an array of one: logits are `c * tanh(scale * logits / c)`.
         scale: The logits' factor, as for `softmax`.

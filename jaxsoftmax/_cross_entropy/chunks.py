@@ -196,7 +196,7 @@ def losses_of(rules: Rules, numbers: Operands, labels: jax.Array) -> Operands:
         # The logarithm of an empty row is undefined; its entropy is 0.
         total = jnp.where(stats.sum == 0, 1.0, stats.sum)
         negated = numbers["spread"] / total - jnp.log(total)
-        # Of logits far apart the terms cancel, and their rounded difference may be of the other sign.
+        # The terms of logits far apart cancel, and their rounded difference may have the other sign.
         found["entropy"] = 0.0 - reference.below(negated, jnp.zeros_like(negated))
     return found
 
@@ -263,7 +263,7 @@ def _count(rules: Rules, operands: Operands, parts: Parts, vocabulary: int) -> A
 
 
 class _Pull(NamedTuple):
-    """What gradients are wanted, and how they are computed.
+    """Says which gradients are wanted, and how they are computed.
 
     `by_kernel`: a kernel computes the weights of logits. `sum_dtype`: that of a chunk's part of the weight's gradient.
     `unit`: what cotangents were divided by, and all gradients are to be multiplied by.
@@ -286,9 +286,9 @@ def _pulled(
     raw: jax.Array | None,
     counts: jax.Array,
 ) -> tuple[Operands, Operands]:
-    """The gradients of what moves, from that of a chunk's logits: what is summed over tokens, and what is not.
+    """Computes the gradients of moving operands from that of a chunk's logits: sums over tokens, and the others.
 
-    What is summed is not multiplied by the unit yet. `of_rows`: factors of the rows of `g`, which then goes into the
+    The sums are not multiplied by the unit yet. `of_rows`: factors of the rows of `g`, which then goes into the
     products as it is. `counts`: the tokens that have a cotangent; the rows of the others are 0, or have a factor of 0.
     """
     rules, moving = pull.rules, pull.moving

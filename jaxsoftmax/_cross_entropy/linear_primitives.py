@@ -4,8 +4,8 @@
 in the tangents, whose transposition `linear_cross_entropy_cotangent` computes a chunk's logits again: four products in
 all. With weights the JVP rule binds `linear_cross_entropy_gradient` instead, which computes the loss and, for
 cotangents of 1, the gradients while it has a chunk's logits: three products. The gradient of a token is then
-multiplied by its cotangent. What is summed over tokens is right for cotangents that are all the same, as after
-`.sum()` or `.mean()`, and computed again for others, which is decided when the program runs.
+multiplied by its cotangent. Sums over tokens are right for cotangents that are all the same, as after `.sum()`
+or `.mean()`, and computed again for others, which is decided when the program runs.
 
 Operands have names, in the parameter `names`, and `linear_kernel.AXES` their axes, where the tokens may be several.
 Tokens that are sharded need no communication but for sums over tokens; a sharded vocabulary is in `chunks`.
@@ -322,11 +322,11 @@ def _linear_jvp(
 ) -> tuple[Any, Any]:
     """The JVP of a primitive that is linear in the (co)tangents, its last operands.
 
-    Of these it is its own derivative, that of a cotangent of 0 too, whose token the plain function leaves out.
+    It is its own derivative in them, in that of a cotangent of 0 too, whose token the plain function leaves out.
     """
     linear = sum(name.startswith((TANGENT, COTANGENT)) for name in names)
     first = len(names) - linear
-    # What is saved is not an operand of the function, only of its transposition.
+    # Saved arrays are operands of the transposition, not of the function.
     kept = [i for i, name in enumerate(names) if not name.startswith(SAVED)]
     zero = lambda x: ad.Zero(jax.typeof(x).to_tangent_aval())
     of_rest = [
@@ -464,7 +464,7 @@ def _without_gradient(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any
 
 
 for _primitive in (LOSS, OF_TANGENT, OF_COTANGENT, GRADIENT):
-    # Of results, the second and the third are states of rows, if losses are among them.
+    # The second and the third result are states of rows, if losses are among the results.
     _states = (1, 2) if _primitive in (LOSS, GRADIENT) else ()
     define(_primitive, functools.partial(_avals, _primitive), functools.partial(_batch, _primitive), states=_states)
     mlir.register_lowering(_primitive, functools.partial(_lower, _primitive))

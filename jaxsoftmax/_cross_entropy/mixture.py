@@ -22,7 +22,7 @@ def is_mixture(smoothing: Any, z_loss: Any) -> bool:
 
 
 def mixed(compute: Compute, ignored: jax.Array, smoothing: Any, z_loss: Any, with_lse: bool) -> Sequence[Any]:
-    """What `compute` gives, for numbers that may be data; `ignored` rows have no loss."""
+    """Calls `compute` with numbers that may be data; `ignored` rows have no loss."""
     z_is_data = isinstance(z_loss, jax.Array)
     constant = 0.0 if z_is_data else z_loss
     if isinstance(smoothing, jax.Array):

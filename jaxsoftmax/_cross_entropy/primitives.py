@@ -142,7 +142,7 @@ def _pull_loss(
     summed: bool,
     **row: Any,
 ) -> jax.Array:
-    """The same by a kernel if there is one; the kernel takes no cotangent of the logsumexp, and rounds before a sum."""
+    """Computes it by a kernel if there is one, which takes no cotangent of the logsumexp and rounds before a sum."""
     of_loss, *of_lse = cts
     with_lse = any(ct is not None for ct in of_lse)
     if of_loss is not None and not summed and not with_lse:
@@ -326,8 +326,8 @@ BY_OP[Op.CROSS_ENTROPY_GRADIENT] = _GRADIENT = implement(
 ad.primitive_jvps[_GRADIENT] = functools.partial(higher_jvp, _GRADIENT, _gradient, 0)
 pe.dce_rules[_GRADIENT] = _without_gradient
 
-# The gradient's kernel computes the states again, but reads and writes as fast as a copy does. Of a row that is
-# sharded another one uses those that are known, as XLA does where no kernel takes it.
+# The gradient's kernel computes the states again, but reads and writes as fast as a copy does. Another
+# kernel uses the known states of a sharded row, as XLA does where no kernel takes it.
 _TO_LOGITS = implement(
     "cross_entropy_cotangent",
     Computation(

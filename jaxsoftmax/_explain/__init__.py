@@ -94,7 +94,7 @@ def explain(
     Args:
         x: A function, or the operand of a call of a function of rows, an array or a `jax.ShapeDtypeStruct`. The
             function's arguments are pytrees of those; what else is among them, as a number or a string, is passed as it
-            is. What follows, up to `implementation`, goes with an operand.
+            is. The next arguments, up to `implementation`, go with an operand.
         axis: The call's axis or axes; None for all.
         where: The call's mask, an array or a `jax.ShapeDtypeStruct`.
         scale: The call's scale.
@@ -107,7 +107,7 @@ def explain(
         device: "H100", "H200", "A100", "B200", or a `pallas_kernels.hardware.Device`; the first CUDA device by default,
             or an H200 where there is none.
         verbose: Whether `str()` shows the kernels' configurations.
-        **options: What else the call is given by name, such as `label_smoothing` or `k`.
+        **options: The call's other arguments by name, such as `label_smoothing` or `k`.
 
     Returns:
         For a function another one, which takes its arguments and returns a `ProgramExplanation`; for an operand an

@@ -1,4 +1,4 @@
-"""What a program's calls of this package run: what their lowering rules choose.
+"""Explains a program's calls of this package by the choices of their lowering rules.
 
 A program is traced, and each application of a primitive in it is lowered by itself for CUDA under a `recorder`, by the
 rules that lower the program: what these choose is what is explained. Neither the program nor a kernel is compiled.
@@ -135,7 +135,7 @@ def _site(frames: Iterable[Frame]) -> str:
 
 
 def recorded(eqn: Any, device: Device) -> Choice:
-    """What the lowering rule of an equation's primitive chooses on a device."""
+    """Asks the lowering rule of an equation's primitive for its choice on a device."""
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     program = jax.jit(lambda *xs: eqn.primitive.bind(*xs, **eqn.params))
     is_fixed = all(isinstance(n, int) for x in shapes for n in x.shape)
@@ -287,7 +287,7 @@ def _with_logits(found: Explanation, eqn: Any, choice: Choice) -> Explanation:
 
 
 def _flop(problem: Attention) -> int | None:
-    """Of the products of an attention kernel, for the pairs of query and key that count; None if data say which."""
+    """Counts the operations of an attention kernel's products, of pairs that count; None if data say which."""
     if problem.has_data_mask or problem.query_lengths or problem.key_lengths or problem.window_sizes:
         return None
     at, keys = np.arange(problem.query_length), problem.key_length

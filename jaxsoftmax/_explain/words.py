@@ -12,21 +12,21 @@ class Explanation:
 
     Attributes:
         call: The operation, its operand and its axes.
-        implementation: What runs on `device`: "mosaic_gpu", "cudnn", "xla", or "error" where a named kernel declines.
+        implementation: "mosaic_gpu", "cudnn" or "xla" on `device`, or "error" where a named kernel declines.
         here: Whether `device` is a device of this process; if not, XLA's reference runs here.
         device: The GPU explained for.
         reason: Why this kernel, or why none.
-        least_bytes: What any implementation must read and write: each operand and result once.
+        least_bytes: The bytes that any implementation must read and write: each operand and result once.
         notes: Copies and other work outside the kernel.
         declined: (kernel, why not), in the ladder's order.
         kernel: The name of the kernel, or None.
         config: The kernel's configuration, or None.
-        bytes_moved: What the kernel reads and writes in global memory, or None.
+        bytes_moved: The bytes that the kernel reads and writes in global memory, or None.
         function: The public function that is called.
         direction: "forward", "vjp" (reverse mode), "jvp" (forward mode), or "forward and vjp" where one kernel writes
             both. The derivatives of softmax in either mode are one computation, which is called "vjp".
         operands: The types of the operands, as "bfloat16[8192,4096]".
-        flop: Of the matrix products, or None where there are none, or where data decide how many.
+        flop: The operations of the matrix products, or None where there are none, or where data decide how many.
         times: How often a run of the program makes the call; None where data decide it, in a `while` loop or a branch.
         site: The file and line of the call in a program, as "model.py:31".
         verbose: Whether `str()` shows the configuration.
@@ -76,7 +76,7 @@ class Explanation:
 
     @property
     def runs(self) -> str:
-        """What runs the call, in words."""
+        """Says in words which implementation runs the call."""
         config = f", {self.config}" if self.verbose and self.config is not None else ""
         return {
             "mosaic_gpu": f"kernel {self.kernel}{config}",
@@ -114,7 +114,7 @@ class Outside(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ProgramExplanation:
-    """What the calls of this package in a program run; `str()` says it in words.
+    """Lists the plans of this package's calls in a program; `str()` says them in words.
 
     Attributes:
         device: The GPU explained for.

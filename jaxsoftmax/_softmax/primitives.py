@@ -100,7 +100,7 @@ class Computation:
         return function or self.called
 
     def plan(self, avals: Sequence[Any], device: Device, named: str | None, **params: Any) -> Plan:
-        """What a call on operands of these types will do on a device."""
+        """Plans a call on operands of these types on a device."""
         operands, row = self.kernel_args(avals, **_of_row(params))
         return _plan(self.op, operands, device, named, batch_invariant=params.get("batch_invariant", False), **row)
 
@@ -282,8 +282,8 @@ def _notes(full: Sequence[Shape], where: Shape | None, seen: View, form: str) ->
     return tuple(notes)
 
 
-# From the rows' statistics. Of sharded rows, all that crosses the wire is a few numbers per row and device, in one
-# exchange; without `names` the rows are whole, and a kernel has the statistics alone.
+# From the rows' statistics. Devices that share rows exchange a few numbers per row, at once; without `names` the rows
+# are whole, and a kernel has the statistics alone.
 
 
 def _by_stats(

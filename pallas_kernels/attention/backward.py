@@ -81,7 +81,7 @@ def scratch(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
 
 
 def shared_bytes(problem: Attention, config: BackwardConfig) -> int:
-    """What the scratch takes."""
+    """Counts the bytes of the scratch."""
     return backward_common.scratch_bytes(scratch(problem, config))
 
 
@@ -434,7 +434,7 @@ def _add_to_dq(part: _Part, ds: jax.Array, dk: jax.Array, order: tuple[Any, Any]
     """Multiplies and adds a warpgroup's square of dQ, over the keys of all warpgroups, beside dK.
 
     `order`: where dQ is ordered, how many tiles add to the square before, if that is known already, and how many have.
-    What comes back are the next step's K Q^T, issued, if that is multiplied ahead, and dK, under way.
+    Returns the next step's K Q^T, issued, if that is multiplied ahead, and dK, under way.
     """
     tile, (row, column), (earlier, ended) = part.tile, part.square, order
     problem, config, refs = tile.problem, tile.config, tile.refs
@@ -535,7 +535,7 @@ def _write_logits(part: _Part, gradient: jax.Array) -> None:
 
 
 def _write_scores(part: _Part) -> None:
-    """The same where it is the scores' too, which are in shared memory."""
+    """Stores dLogits from shared memory: without a soft cap they equal dS."""
     tile, step, block_q = part.tile, part.step, part.tile.config.block_q
     keys = pl.ds(tile.first_key + part.warpgroup * CHUNK, CHUNK)
     at = tile.batch, step.head, keys

@@ -1,4 +1,4 @@
-"""What the backward kernels share: tiles of keys and their steps, the order of dQ, and a step's probabilities.
+"""The backward kernels share this: tiles of keys and their steps, the order of dQ, and a step's probabilities.
 
 A tile of keys is multiplied with tile after tile of queries, a step each, of all query heads that read the keys. An
 ordered dQ is deterministic: tiles of keys add to a tile of dQ one after another. The first one stores, so that nothing
@@ -43,7 +43,7 @@ BARRIER_BYTES = 8
 
 
 class Sequence(NamedTuple):
-    """What there is of an element of the batch, and its `mask.window_bounds`."""
+    """The lengths of an element of the batch, and its `mask.window_bounds`."""
 
     keys: Any
     queries: Any  # tiles of them
@@ -106,7 +106,7 @@ class Tile:
 
     @property
     def record(self) -> tuple[Any, ...]:
-        """What `of_record` reads."""
+        """The numbers that `of_record` reads."""
         return self.batch, self.key_head, self.index, self.first_stage, *self.span
 
     def again(self) -> "Tile":
@@ -268,7 +268,7 @@ def _span(problem: Attention, config: AnyBackwardConfig, key: Index, sequence: S
 
 
 def _heads_per_group(problem: Attention, config: AnyBackwardConfig) -> int:
-    """Of how many heads the tiles of keys are interleaved."""
+    """Says of how many heads the tiles of keys are interleaved."""
     heads = problem.batch * problem.key_heads
     return max(g for g in range(1, config.heads_per_l2_group + 1) if heads % g == 0)
 
@@ -296,7 +296,7 @@ def _clip(x: Index, low: Index, high: Index) -> Any:
 
 
 def scratch_bytes(scratch: dict[str, Any]) -> int:
-    """What the arrays and barriers take."""
+    """Counts the bytes that arrays and barriers take."""
     found = scratch.values()
     barriers = sum(int(np.prod(x.num_barriers)) for x in found if isinstance(x, plgpu.Barrier))
     arrays = [math.prod(x.shape) * x.dtype.itemsize for x in found if not isinstance(x, plgpu.Barrier)]

@@ -283,7 +283,7 @@ def _add_to_dv(
 
 
 def _load_early(tile: Tile, step: Step) -> dict[str, jax.Array]:
-    """What the scores need of mask and bias that is asked for before the product is there."""
+    """Asks for the mask and bias of the scores before the product is there."""
     refs, slots, found = tile.refs, tile.config.bias_stages, {}
     if tile.problem.mask:
         corner = tile.batch, step.head, tile.first_key, step.i * CHUNK

@@ -1,6 +1,6 @@
 """The merge of splits: the states of one query over several parts of its keys become one state.
 
-Each split of the forward kernel leaves a normalised output and a logsumexp a row, in float32. Those are states of the
+Each split of the forward kernel leaves a normalised output and a logsumexp a row, in float32. They are states of the
 online softmax, (logsumexp, 1, output), which merge like any others. A warpgroup takes 64 rows and eight columns: the
 numbers of many splits fit in its registers, and few rows still fill the chip.
 Traffic: all states read once, out and lse written once.

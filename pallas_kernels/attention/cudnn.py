@@ -4,7 +4,7 @@
 keeps no residuals for a gradient that is asked for later. Called by `jax.ffi`, cuDNN returns the logsumexp in float32
 and takes it, and the output, for the gradient.
 
-What cuDNN lacks is added around it:
+This is added around cuDNN, which lacks it:
 
     a query that sees no key    out = 0, lse = -inf; in the gradient its `d_out` is 0 and its lse 0
     sinks                       lse' = log(exp(lse) + exp(sink)), out' = out * exp(lse - lse')
@@ -128,7 +128,7 @@ def _has_lengths(problem: Attention) -> bool:
 def forward(problem: Attention, config: None, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Runs the forward pass: the output `[B, T, N, D]` and the logsumexp `[B, N, T]`."""
     ops = _named(problem, operands)
-    # Of a key or query past its length cuDNN reads the logits, and hides them, but a weight of 0 hides no NaN.
+    # cuDNN reads the logits of keys and queries past their lengths, and hides them, but a weight of 0 hides no NaN.
     ready = _prepare(problem, ops, cleared=("value",))
     rows = problem.batch, problem.query_heads, problem.query_length
     results = [((*rows, problem.value_dim), problem.dtype), (rows, jnp.float32)]
@@ -194,7 +194,7 @@ class _Ready(NamedTuple):
 
 
 def _prepare(problem: Attention, ops: Operands, *, cleared: tuple[str, ...]) -> _Ready:
-    """Makes cuDNN's operands. Those that are `cleared` are 0 past their lengths, where the caller may have NaN."""
+    """Makes cuDNN's operands. The `cleared` ones are 0 past their lengths, where the caller may have NaN."""
     queries, keys = (Chunk(0, n, n) for n in (problem.query_length, problem.key_length))
     cleared = cleared if _is_native(problem) else ("query", "key", "value")  # a bias hides no NaN of the logits
     sides = {"query": (ops.query_lengths, queries), "key": (ops.key_lengths, keys), "value": (ops.key_lengths, keys)}

@@ -117,7 +117,7 @@ def store_tile(target: jax.Ref, values: jax.Array, corner: tuple[Index, Index, I
 def load_bits(ref: jax.Ref, axis: int, corner: Corner, columns: int, repeats: int = 1) -> jax.Array:
     """`[64, 8]`: of a tile of 64 or 128 columns from `corner` on, each thread's words of `mask.pack_bits`, each twice.
 
-    Of 64 columns they are the lower halves; where the rows have ended they are 0. `axis` as in `mask.pack_bits`. Each
+    For 64 columns they are the lower halves; where the rows have ended they are 0. `axis` as in `mask.pack_bits`. Each
     row of `ref` is `repeats` rows of the tile.
     """
     shape, strides = ref.shape, [math.prod(ref.shape[i + 1 :]) for i in range(5)]

@@ -33,13 +33,13 @@ class TileCoord(NamedTuple):
     heads: int = 1
 
     def queries_of_rows(self) -> jax.Array:
-        """Of a warpgroup's rows, which query each is of, counted from the place's first."""
+        """Says which query each of a warpgroup's rows is of, counted from the place's first."""
         row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW)
         return row if self.heads == 1 else lax.shift_right_logical(row, jnp.full_like(row, self.heads.bit_length() - 1))
 
 
 class Extras(NamedTuple):
-    """What a tile's logits need beyond the products; loaded while the products are computed."""
+    """Operands that a tile's logits need beyond the products; loaded while the products are computed."""
 
     bias: jax.Array | None
     mask_bits: jax.Array | None  # the mask's bits
@@ -123,8 +123,8 @@ def _in_bounds(problem: Attention, place: TileCoord, x: jax.Array, key: jax.Arra
     return gather.apply_bounds(x, None if left is None else row + (place.row - key + left), high)
 
 
-# What others add to logits to hide keys is larger. The weights are `exp2(x * log2(e) - m)` in one fused operation, with
-# `m` rounded: in a row that has nothing else the difference is no more near 0 from here on, and the power overflows.
+# Additive masks (-1e9) lie below this. There `exp2(x * log2(e) - m)`, one fused operation, subtracts a rounded maximum
+# from an exact product and may overflow: such rows count as fully masked.
 _HIDDEN = -(2.0**27)
 PARTIAL_COLUMNS = 8  # over which a row's sum stays spread until its end: no shuffles on the way
 Rescale = Callable[[jax.Array], jax.Array]
@@ -167,8 +167,8 @@ def update(
 
     def exp_and_sum(x: jax.Array, maximum: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
         if problem.batch_invariant:
-            # The same bits in a first tile, in a later one, and after a rescale: ptxas contracts the product in some of
-            # these places only.
+            # A row gets equal bits in a first tile, in a later one, and after a rescale: ptxas contracts the product in
+            # some of these places only.
             less = functools.partial(gather.scaled_less, factor)
             weights = monoid.decay(x, by_row(maximum, x), exp=jnp.exp2, less=less)
         else:

@@ -174,7 +174,7 @@ def copy_rows(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> N
     """The calling warp issues TMA copies of rows of `source` into panels of shared memory, counted at `full`.
 
     `at`: for each axis but the last, an index, or a `pl.ds`; those of the slices are the rows, the last one's in turn.
-    What lies outside becomes zeros. Panels whose other rows are copied apart are a copy each.
+    Rows outside become zeros. Panels whose other rows are copied apart are a copy each.
     """
     (count, _, columns), starts, sizes = to.shape, *_starts(at, to)
 
@@ -200,7 +200,7 @@ def copy_pages(
     """The calling warp issues TMA copies of rows that lie in pages into panels of shared memory, counted at `full`.
 
     `at`: the sequence, its first row and the head. Each lane reads its own entry of `tables [B, entries]`, and issues
-    the copies of one panel of one page. What lies in no page becomes zeros.
+    the copies of one panel of one page. Rows in no page become zeros.
     """
     panels, rows, columns = to.shape
     page_size, entries = source.shape[1 if pages_first else 2], tables.shape[1]

@@ -1,4 +1,4 @@
-"""What an attention call is: its operands, its static rules, the problem for a kernel, and the kernels' configs.
+"""Describes an attention call: its operands, its static rules, the problem for a kernel, and the kernels' configs.
 
 A problem has static facts only, so that deciding needs no array and no device. A kernel has these operands, in this
 order, without those that the problem lacks:
@@ -118,7 +118,7 @@ DIFFERENTIABLE = tuple(name for name, operand in OPERANDS.items() if operand.is_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelRules:
-    """What is static of a call, for kernels and references.
+    """Static rules of a call, for kernels and references.
 
     Query i (counted from 0) sees key j if `j <= i + causal_offset` (None: all), and if
     `i + window_offset - window[0] <= j <= i + window_offset + window[1]` (None for a side: unbounded). With
@@ -144,7 +144,7 @@ class KernelRules:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules(KernelRules):
-    """What is static of a call, with what concerns the references alone.
+    """Static rules of a call, with those that concern the references alone.
 
     `precision` is of their matrix products, in JAX's terms; None: JAX's default. `is_local` says that one device holds
     the operands, so that they may mix heads that a partitioner keeps apart. `tile` has the most queries and keys that

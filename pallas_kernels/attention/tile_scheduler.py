@@ -100,7 +100,7 @@ def _slot(t: Any) -> jax.Array:
 
 
 class _Order(NamedTuple):
-    """Of what the order of tiles is made.
+    """The sections of heads of which the order of tiles is made.
 
     The longest of a section of heads come first; a section is the heads whose keys and values fit in L2 together.
     """
@@ -135,8 +135,7 @@ def _order(problem: Attention, config: ForwardConfig) -> _Order:
     section = min(heads, group * max(config.l2_budget_mib * 2**20 // head_bytes, 1))
     spans = [tile_kv_range(problem, config, i, problem.query_length, problem.key_length)[0] for i in range(per_head)]
     length = np.array([s.end - s.first for s in spans])
-    # Of equal tiles the last comes first where there is a mask: most masks leave more keys to later queries, as
-    # positions do.
+    # With a mask the last of equal tiles comes first: most masks leave more keys to later queries, as positions do.
     backwards = slice(None, None, -1 if problem.mask or problem.positions else 1)
     longest_first = np.arange(per_head)[backwards][np.argsort(-length[backwards], kind="stable")]
     shares_bias = problem.bias is not None and problem.bias[0] == 1
@@ -174,11 +173,11 @@ def assign(problem: Attention, config: ForwardConfig, ctas: int) -> np.ndarray:
 
 
 def table(problem: Attention, config: ForwardConfig, ctas: int) -> np.ndarray | jax.Array:
-    """What the kernel reads: `assign`, or `order` and as many times `NO_TILE` as there is looked ahead.
+    """Makes the table that the kernel reads: `assign`, or `order` and `NO_TILE` for each tile looked ahead.
 
-    Of more than `MOST_CONSTANT` tiles the device computes it, because a constant is 8 letters of the program for each
-    tile. Where tiles differ in length only the loop of `assign` can tell who is free, and the table stays a constant:
-    such tiles have many keys, and memory ends before there are millions.
+    The device computes a table of more than `MOST_CONSTANT` tiles, because a constant is 8 letters of the program for
+    each tile. Where tiles differ in length only the loop of `assign` can tell who is free, and the table stays a
+    constant: such tiles have many keys, and memory ends before there are millions.
     """
     of = _order(problem, config)
     static, equal = config.scheduler == "static", np.ptp(of.length) == 0
@@ -192,6 +191,6 @@ def table(problem: Attention, config: ForwardConfig, ctas: int) -> np.ndarray | 
     tiles = jnp.where(n < of.tiles, tiles, 0 if static else NO_TILE)
     if not static:
         return tiles
-    # Of equal tiles a CTA takes every `ctas`th.
+    # A CTA takes every `ctas`th of equal tiles.
     counts = (of.tiles + ctas - 1 - jnp.arange(ctas, dtype=jnp.int32)) // ctas
     return jnp.concatenate([counts[:, None], tiles.reshape(rounds, ctas).T], 1)

@@ -177,7 +177,7 @@ def columns_of_tile(size: int, dtype: jnp.dtype) -> int:
 
 
 def transforms(columns: int, dtype: jnp.dtype) -> tuple[Any, ...]:
-    """Of shared memory in swizzled tiles of eight rows and `columns` columns."""
+    """Makes the transforms of shared memory in swizzled tiles of eight rows and `columns` columns."""
     tiling = plgpu.TilingTransform((8, columns))  # pyright: ignore[reportAbstractUsage]
     return tiling, plgpu.SwizzleTransform(columns * dtype.itemsize)  # pyright: ignore[reportAbstractUsage]
 
@@ -223,7 +223,7 @@ def store_square(target: jax.Ref, sums: jax.Array) -> None:
 
 
 def load_square(source: jax.Ref) -> jax.Array:
-    """What `store_square` stored, by the same thread or as a copy of it."""
+    """Loads a square that `store_square` stored, by the same thread or as a copy of it."""
 
     def load_fragments(ctx, source):
         at, f32 = _thread_place(source), ir.F32Type.get()
@@ -285,7 +285,7 @@ def await_square_read() -> None:
 def rows_of_squares(sums: jax.Array) -> jax.Array:
     """`[..., rows / 64, columns / 64, 16, 256]` of squares as they are stored, as `[..., rows, columns]`."""
     *batch, down, across, _, _ = sums.shape
-    # Of a square: warp, half of its rows, its 16 columns, row, pair of columns, their half, and one of the pair.
+    # A square's axes: warp, half of its rows, its 16 columns, row, pair of columns, their half, and one of the pair.
     parts = sums.reshape(-1, down, across, 4, 2, 4, 8, 4, 2, 2)
     rows = parts.transpose(0, 1, 3, 4, 6, 2, 5, 8, 7, 9)
     return rows.reshape(*batch, down * _SIDE, across * _SIDE)

@@ -1,1 +1,1 @@
-"""What the kernels need below Pallas: PTX, vectors of rows, barriers, reductions, workspaces. It knows no operation."""
+"""Helpers below Pallas: PTX, vectors of rows, barriers, reductions, workspaces. They know no operation."""

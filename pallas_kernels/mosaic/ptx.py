@@ -70,7 +70,7 @@ def _with_constants(operation: Callable[..., ir.Value]) -> Callable[[ir.Value, i
     return lambda x, y: operation(x, y if isinstance(y, ir.Value) else utils.c(y, x.type))
 
 
-# Of unsigned integers.
+# Arithmetic of unsigned integers.
 add, sub, mul = map(_with_constants, (arith.addi, arith.subi, arith.muli))
 div, rem, bit_and = map(_with_constants, (arith.divui, arith.remui, arith.andi))
 
@@ -97,7 +97,7 @@ def row_value(x: mgpu.FragmentedArray) -> ir.Value:
 
 
 def word(x: mgpu.FragmentedArray) -> ir.Value:
-    """The same as a word."""
+    """Gives `row_value` as a word."""
     return arith.bitcast(i32(), row_value(x))
 
 
@@ -153,7 +153,7 @@ def inline(
     """Emits `body(ctx, *operands)` into the kernel, and returns an array of the shape, dtype and layout of `result`.
 
     An operand is a reference or a `Part` of one, an integer that is the same in every thread, or a pair of any and its
-    type: an array's layout, or a reference's transforms. Of a list of `result`, arrays are returned. `static` has what
+    type: an array's layout, or a reference's transforms. A list of `result` gives arrays. `static` has what
     else the body's meaning depends on, by the names that its model in the tests' simulated GPU has for it.
     """
     types, arguments = [], []

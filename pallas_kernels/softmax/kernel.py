@@ -1,4 +1,4 @@
-"""What the kernels share: a config, operands, results, the launch, and the reasons to decline a problem."""
+"""The kernels share this: a config, operands, results, the launch, and the reasons to decline a problem."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""What a kernel is asked to do, by static facts alone, and which operations are the derivatives of which.
+"""Describes a kernel's task by static facts alone, and says which operations are the derivatives of which.
 
 `decide` needs no array and no device for it.
 """

@@ -1,4 +1,4 @@
-"""What each operation computes of a row, stated once for every kernel: sums over the row, then the result.
+"""States once for every kernel how each operation computes a row: sums over the row, then the result.
 
 A kernel moves data and calls these: the row's maximum where the operation has one, then `summands`, whose sums over
 the row are its statistics, then `result`. A sum of exponentials is relative to the maximum and is rescaled when that
@@ -260,7 +260,7 @@ def _times_scale(problem: Problem, x: jax.Array) -> jax.Array:
 
 
 class RowOp(NamedTuple):
-    """What an operation computes of a row."""
+    """Says how an operation computes a row."""
 
     result: Callable[..., jax.Array] | None  # a tile's output; None if only numbers of rows are results
     summands: Callable[..., Tiles] = lambda weights, *others: (weights, *others)  # `weights`: exp(x - max)

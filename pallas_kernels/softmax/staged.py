@@ -63,7 +63,7 @@ class SharedConfig(Config):
         return -(-vectors // (self.ctas * self.chunk))
 
     def staged(self, vectors: int) -> int:
-        """Those of them that are staged in shared memory."""
+        """The steps that are staged in shared memory."""
         return self.steps(vectors) - self.register_chunks
 
 
@@ -413,7 +413,7 @@ def shared_bytes(problem: Problem, config: StagedConfig) -> int:
 
 
 def configs(choose: Choose, problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
-    """Those configs of `choose` with which the rows can be staged."""
+    """Leaves the configs of `choose` with which the rows can be staged."""
     # Mosaic's kernels declare one byte of shared memory beside what the launch gives them.
     fits = lambda config: shared_bytes(problem, config) < device.smem_per_cta
     return tuple(filter(fits, choose(problem, device)))
