@@ -45,7 +45,7 @@ def _dot_product_attention(
 def _logmeanexp(
     x: ArrayLike, axis: int | Sequence[int] | None = None, where: ArrayLike | None = None, keepdims: bool = False
 ) -> jax.Array:
-    """`jax.nn.logmeanexp`."""
+    """Computes `jax.nn.logmeanexp`."""
     lse = _softmax.logsumexp(x, axis, keepdims=keepdims, where=where)
     count = jnp.broadcast_to(True if where is None else where, jnp.shape(x)).sum(axis, lse.dtype, keepdims=keepdims)
     return lse - jnp.log(count)
@@ -306,7 +306,7 @@ class _Substitute:
         return result
 
     def _expected(self, bound: inspect.BoundArguments) -> Any:
-        """The shapes and dtypes of the original's results; its error, if it refuses the arguments."""
+        """Returns the shapes and dtypes of the original's results; its error, if it refuses the arguments."""
         given = bound.arguments
         if "module" in given:  # what is sown while this is traced would be of no use outside
             given["module"] = None
@@ -355,7 +355,7 @@ def originals() -> dict[tuple[str, str], str]:
 
 
 def _caller() -> str:
-    """The module whose code called a substitute."""
+    """Returns the module whose code called a substitute."""
     frame = inspect.currentframe()
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))

@@ -66,7 +66,7 @@ def top_k_softmax(
     scale: ArrayLike = 1.0,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The k largest of `softmax(scale * logits)` along `axis` and their indices, without the softmax being written.
+    """Returns the k largest of `softmax(scale * logits)` along `axis` and their indices; writes no softmax.
 
     As `jax.lax.top_k(jax.nn.softmax(logits), k)`, but ordered as the logits are, before any rounding: the probabilities
     descend, and of equal logits the one of lower index comes first. The logits are read once; where a row is long, what
@@ -141,7 +141,7 @@ def _checked_k(k: int, n: Any, axis: int) -> int:
 
 
 def _avals(x: Any, *, k: int, normalizes: bool, **_: Any) -> list[Any]:
-    """The types of the selected logits and their indices, of the row's maximum and sum, and of the probabilities."""
+    """Returns the types of selected logits, their indices, the row's maximum and sum, and the probabilities."""
     mesh, lead, rows, wide = x.sharding.mesh, spec_of(x)[:-1], x.shape[:-1], accumulator_dtype(x.dtype)
     selected, number = functools.partial(typed, x, mesh, (*rows, k), (*lead, None)), typed(x, mesh, rows, lead, wide)
     return [selected(wide), selected(jnp.int32), number, number, *([selected(x.dtype)] if normalizes else [])]
@@ -173,7 +173,7 @@ def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, scale: float,
 
 
 def _pick(t: jax.Array, indices: jax.Array) -> jax.Array:
-    """The entries of rows at `indices`; if the rows are sharded, devices add up what each of them has."""
+    """Returns the entries of rows at `indices`; if the rows are sharded, devices add up what each of them has."""
     spec = spec_of(jax.typeof(t))
     names = mesh_axes(spec[-1])
     if not names:
@@ -205,7 +205,7 @@ _lax_top_k = jax.lax.top_k  # bound once, as a program may put another function 
 
 @functools.cache
 def chunk_size(n: Any, k: int) -> Any:
-    """The chunk size with which to find the `k` largest of a row of `n`; `n` itself means no chunks."""
+    """Returns the chunk size with which to find the `k` largest of a row of `n`; `n` itself means no chunks."""
     if not isinstance(n, int) or n <= _AT_ONCE or k == 0:
         return n
 
@@ -229,7 +229,7 @@ def chunked(x: jax.Array, c: int) -> jax.Array:
 
 
 def largest(keys: jax.Array, k: int, by_kernel: bool = False) -> Found:
-    """`jax.lax.top_k` of comparable keys, for long rows chunk by chunk."""
+    """Returns `jax.lax.top_k` of comparable keys, for long rows chunk by chunk."""
     n = keys.shape[-1]
     if (c := chunk_size(n, k)) < n:
         chunks = chunked(keys, c)
@@ -240,7 +240,7 @@ def largest(keys: jax.Array, k: int, by_kernel: bool = False) -> Found:
 
 
 def _by_kernel(keys: jax.Array, k: int, *, sorts: bool) -> jax.Array | None:
-    """The places of the `k` largest keys, in the row's order or theirs, or None where the kernel declines."""
+    """Returns the places of the `k` largest keys, in the row's order or theirs, or None where the kernel declines."""
     # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.
     from pallas_kernels.softmax import radix_select
 
@@ -257,7 +257,7 @@ def _by_kernel(keys: jax.Array, k: int, *, sorts: bool) -> jax.Array | None:
 
 
 def largest_in(chunks: jax.Array, maxima: jax.Array, k: int, by_kernel: bool = False, scale: float = 1.0) -> Found:
-    """The `k` largest of `scale * chunks`, `[..., chunks, c]`, from the chunks' maxima, and indices in the row."""
+    """Finds the `k` largest of `scale * chunks`, `[..., chunks, c]`, by the chunks' maxima, and their indices."""
     # In the row's order, so that equal candidates keep their order. For a stable sort XLA moves places, too.
     if (chosen := _by_kernel(maxima, k, sorts=False) if by_kernel else None) is None:
         chosen = jnp.sort(largest(maxima, k, by_kernel)[1], -1, stable=False)
@@ -268,7 +268,7 @@ def largest_in(chunks: jax.Array, maxima: jax.Array, k: int, by_kernel: bool = F
 
 
 def comparable(x: jax.Array, scale: float = 1.0) -> jax.Array:
-    """The keys to compare: `scale * x`, rounded as in the row's statistics, and 0 for -0, which XLA may order."""
+    """Makes keys to compare: `scale * x`, rounded as in the row's statistics, and 0 for -0, which XLA may order."""
     x = x if scale == 1.0 else x.astype(accumulator_dtype(x.dtype)) * scale
     return jnp.where(x == 0, jnp.zeros_like(x), x)
 
@@ -284,7 +284,7 @@ def select(
     by_kernel: bool = False,
     batch_invariant: bool = False,
 ) -> list[jax.Array]:
-    """The `k` largest of `scale * x` along the last axis, their indices, and the rows' maximum and sum.
+    """Returns the `k` largest of `scale * x` along the last axis, their indices, and the rows' maximum and sum.
 
     With `normalizes` it also returns their probabilities, which may save a kernel. With `may_count`, it ranks few rows
     by counting; `by_kernel`, others are selected. With `batch_invariant`, one kernel finds the rows' state in another
@@ -312,7 +312,7 @@ def select(
 
 
 def probabilities(values: jax.Array, maximum: jax.Array, total: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The probabilities of selected `values` among all of a row, rounded."""
+    """Returns the probabilities of selected `values` among all of a row, rounded."""
     values = reference.below(values, maximum[..., None])
     return reference.softmax(values, axes=(values.ndim - 1,), known=Stats(maximum, total)).astype(dtype)
 
@@ -328,7 +328,7 @@ def _completed(selected: list[jax.Array], normalizes: bool, dtype: jnp.dtype) ->
 
 
 def select_across(columns: Columns, x: jax.Array, *, k: int, normalizes: bool, **params: Any) -> list[jax.Array]:
-    """As `select`, for sharded rows: each device selects among its columns, then they exchange k numbers each."""
+    """Selects in sharded rows: each device selects among its columns, then they exchange k numbers each."""
     local, names = x.shape[-1], columns.names
     x = x if columns.inside is None else jnp.where(columns.inside, x, -jnp.inf)
     mine = select(x, k=min(k, local), normalizes=False, **params)
@@ -345,7 +345,7 @@ def select_across(columns: Columns, x: jax.Array, *, k: int, normalizes: bool, *
 
 @functools.cache
 def rank_chunk_size(n: int, k: int, rows: Any) -> int | None:
-    """The chunk size with which to rank the `k` > 1 largest of `rows` rows of `n` by counting; None means to sort."""
+    """Returns the chunk size to rank the `k` > 1 largest of `rows` rows of `n` by counting; None means to sort."""
 
     def comparisons(c: int, weight: int = 1) -> int:
         return (-(-n // c)) ** 2 + weight * (k * c) ** 2
@@ -361,7 +361,7 @@ def rank_chunk_size(n: int, k: int, rows: Any) -> int | None:
 
 
 def select_by_rank(chunks: jax.Array, stats: Stats, n: int, *, k: int, scale: float) -> list[jax.Array]:
-    """The `k` largest of `scale * chunks`, `[..., chunks, c]`, from the chunks' `stats`, and the row's merged state.
+    """Finds the `k` largest of `scale * chunks`, `[..., chunks, c]`, by the chunks' `stats`, and the row's state.
 
     Returns values, indices in the row of `n`, maximum, sum, and the rounded probabilities. The probabilities of all
     candidates are computed, because an operation after a reduction is one more kernel. In rows with NaN the indices may
@@ -395,7 +395,7 @@ def select_by_rank(chunks: jax.Array, stats: Stats, n: int, *, k: int, scale: fl
 
 
 def _first_chunk(stats: Stats) -> list[jax.Array]:
-    """The first chunk with the row's maximum, `[..., 1]`, and the row's state."""
+    """Returns the first chunk with the row's maximum, `[..., 1]`, and the row's state."""
 
     def merged(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
         return [_earlier((a[1], a[0]), (b[1], b[0]))[1], *combine(Stats(*a[1:]), Stats(*b[1:]))]
@@ -406,7 +406,7 @@ def _first_chunk(stats: Stats) -> list[jax.Array]:
 
 
 def _first_chunks(stats: Stats, k: int) -> list[jax.Array]:
-    """The chunks with the k largest maxima, in their order, and the row's state.
+    """Returns the chunks with the k largest maxima, in their order, and the row's state.
 
     The state is merged once for each of the k, as part of the same reduction, because a second one costs more.
     """
@@ -441,7 +441,7 @@ def _places(keys: jax.Array) -> jax.Array:
 
 
 def _earlier(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
-    """The one of two (value, index, ...) with the larger value, or of equal values the lower index."""
+    """Returns the one of two (value, index, ...) with the larger value, or of equal values the lower index."""
     is_a = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
     return [jnp.where(is_a, x, y) for x, y in zip(a, b, strict=True)]
 
@@ -449,7 +449,7 @@ def _earlier(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
 def _reduce(
     step: Callable[..., Sequence[jax.Array]], start: Sequence[Any], operands: Sequence[jax.Array]
 ) -> Sequence[jax.Array]:
-    """Several arrays reduced together over their last axis."""
+    """Returns several arrays reduced together over their last axis."""
     neutral = [jnp.asarray(value, x.dtype) for value, x in zip(start, operands, strict=True)]
     return jax.lax.reduce(tuple(operands), tuple(neutral), step, (operands[0].ndim - 1,))
 

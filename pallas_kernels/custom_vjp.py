@@ -21,7 +21,7 @@ from pallas_kernels.softmax.problem import RULES, Op, Problem
 
 
 def softmax(x: jax.Array, scale: float = 1.0, kernel: str | None = None) -> jax.Array:
-    """Softmax of each row of `x`, `[rows, cols]`, by the named kernel of the ladder, or the best that accepts it.
+    """Computes softmax of each row of `x`, `[rows, cols]`, by the named kernel, or the best that accepts it.
 
     Raises:
         NotImplementedError: no kernel takes the problem; the message lists each one's reason.
@@ -30,13 +30,13 @@ def softmax(x: jax.Array, scale: float = 1.0, kernel: str | None = None) -> jax.
 
 
 def log_softmax(x: jax.Array, scale: float = 1.0, kernel: str | None = None) -> jax.Array:
-    """log_softmax of each row of `x`, as `softmax`."""
+    """Computes log_softmax of each row of `x`, as `softmax` does."""
     return _apply(Op.LOG_SOFTMAX, scale, kernel, x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def cross_entropy(x: jax.Array, labels: jax.Array, scale: float = 1.0, kernel: str | None = None) -> jax.Array:
-    """`-log_softmax(x)[label]` of each row in float32, and 0 for the label -1; as `softmax` otherwise.
+    """Returns `-log_softmax(x)[label]` of each row in float32, and 0 for the label -1; as `softmax` otherwise.
 
     Differentiated, the forward pass writes the gradient while it has the row, and the backward pass multiplies it.
     """
@@ -98,7 +98,7 @@ def _run_rows(op: Op, scale: float, kernel: str | None, *operands: jax.Array) ->
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def attention(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
-    """Output `[B, T, N, D]` and logsumexp `[B, N, T]` of operands with one batch axis, `sinks` as `[N]`."""
+    """Returns output `[B, T, N, D]` and logsumexp `[B, N, T]` of operands with one batch axis, `sinks` as `[N]`."""
     return _attention_forward(operands, rules)[0]
 
 

@@ -63,7 +63,7 @@ class Decision:
 
 
 def refusals(kernels: Mapping[str, Kernel], problem: Any, device: Device) -> dict[str, str | None]:
-    """Why each kernel declines a problem; None where it accepts."""
+    """Says why each kernel declines a problem; None where it accepts."""
     return {name: kernel.needs(device) or kernel.unsupported(problem, device) for name, kernel in kernels.items()}
 
 
@@ -106,7 +106,7 @@ def by_card[T](topic: str, default: T) -> dict[str, T]:
 
 
 def numbers(figures: Any) -> dict[str, float]:
-    """The numbers among the figures; the name of one in a mapping or a named tuple is dotted, as "rates.64.step"."""
+    """Lists the numbers among the figures; one in a mapping or a named tuple has a dotted name, "rates.64.step"."""
     found = {}
     for name, part in _parts(figures).items():
         found |= {f"{name}.{rest}": number for rest, number in numbers(part).items()}

@@ -68,7 +68,7 @@ def pretend(capability: str | None) -> None:
 
 
 def present() -> Device | None:
-    """The first CUDA device of this process, or None."""
+    """Returns the first CUDA device of this process, or None."""
     import jax
 
     try:
@@ -94,5 +94,5 @@ def compiling_for(device: Device) -> Iterator[None]:
 
 
 def current() -> Device:
-    """The device to compile for: the one present, or the H200 when lowering on a machine without."""
+    """Returns the device to compile for: the one present, or the H200 when lowering on a machine without."""
     return _compiled_for.get() or present() or H200

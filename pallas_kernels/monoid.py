@@ -31,12 +31,12 @@ class Stats(NamedTuple):
 
 
 def empty_like(x: jax.Array) -> Stats:
-    """The identity of the merge: no logits seen."""
+    """Returns the identity of the merge: no logits seen."""
     return Stats(jnp.full_like(x, -jnp.inf), jnp.zeros_like(x))
 
 
 def decay(frm: jax.Array, to: jax.Array, *, exp: Exp = jnp.exp, less: Less = operator.sub) -> jax.Array:
-    """`exp(frm - to)`: the factor that rescales a sum relative to `frm` to one relative to `to`. `less` subtracts.
+    """Returns `exp(frm - to)`, which rescales a sum relative to `frm` to one relative to `to`. `less` subtracts.
 
     Zero, not NaN, where `to` is -inf, so that the identity merges with itself. +inf and NaN give NaN.
     """
@@ -63,7 +63,7 @@ def nan_or_infinite(maximum: jax.Array, total: jax.Array) -> tuple[jax.Array, ja
 
 
 def exp_in(unit: float) -> Exp:
-    """`exp` of numbers in multiples of `unit`."""
+    """Returns `exp` of numbers in multiples of `unit`."""
     return jnp.exp if unit == 1.0 else lambda d: jnp.exp(d * unit)
 
 
@@ -128,5 +128,5 @@ def _like(state: Any, maximum: jax.Array, sums: list[jax.Array]) -> Any:
 
 
 def log_normalizer(stats: Stats) -> jax.Array:
-    """`log(sum(exp(logits)))`: -inf for the empty row, +inf where a logit is +inf, whose sum is NaN."""
+    """Returns `log(sum(exp(logits)))`: -inf for the empty row, +inf where a logit is +inf, whose sum is NaN."""
     return stats.max + jnp.log(jnp.where(stats.max == jnp.inf, stats.max, stats.sum))

@@ -122,7 +122,7 @@ def flash_attention(
     promote_dtype: Any = None,
     input_positions: Any = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention, `softmax(scale * query key^T + bias) value`: `jax.nn.dot_product_attention`, by Hopper kernels.
+    """Computes attention, `softmax(scale * query key^T + bias) value`, as `jax.nn.dot_product_attention` does.
 
     Below, T is the number of queries, S that of keys, N and K the heads of query and key, H and D the head dimensions
     of query and value. Head n of the query reads head `n // (N // K)` of key and value: multi-head attention for

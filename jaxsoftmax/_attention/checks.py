@@ -27,7 +27,7 @@ Shape = tuple[Any, ...]
 
 
 def inputs(query: Any, key: Any, value: Any, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Query, key and value of one floating dtype and of shapes that fit."""
+    """Returns query, key and value of one floating dtype and of shapes that fit."""
     given = {name: _array(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
     if dtype is not None:
         try:
@@ -61,7 +61,7 @@ def inputs(query: Any, key: Any, value: Any, dtype: Any) -> tuple[jax.Array, jax
 
 
 def operands(given: Mapping[str, Any], q: jax.Array, k: jax.Array) -> dict[str, Any]:
-    """The operands beside query, key and value, each by its check in `CHECKS`."""
+    """Returns the operands beside query, key and value, each by its check in `CHECKS`."""
     given = {name: x for name, x in given.items() if x is not None}
     if "query_segments" in given:
         if "key_segments" not in given and q.shape[-3] != k.shape[-3]:
@@ -84,7 +84,7 @@ def operands(given: Mapping[str, Any], q: jax.Array, k: jax.Array) -> dict[str, 
 
 
 def _logits_like(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
-    """A bias or mask with the rank of the logits, each extent 1 or the logits'."""
+    """Returns a bias or mask with the rank of the logits, each extent 1 or the logits'."""
     want = (*q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
     array = _array(name, x)
     shape = array.shape
@@ -100,7 +100,7 @@ def _logits_like(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _bias(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
-    """A bias of a floating dtype; integers become the dtype of accumulation."""
+    """Returns a bias of a floating dtype; integers become the dtype of accumulation."""
     array = _logits_like(name, x, q, k)
     if jnp.issubdtype(array.dtype, jnp.complexfloating) or array.dtype == jnp.bool_:
         raise TypeError(
@@ -110,7 +110,7 @@ def _bias(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _mask(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
-    """A mask of booleans: of numbers, 0 hides a key in a mask of Flax, and shows it in one to add to the logits."""
+    """Makes a mask of booleans. A 0 hides a key in a mask of Flax, and shows it in one to add to the logits."""
     array = _logits_like(name, x, q, k)
     if array.dtype != jnp.bool_:
         advice = "Pass mask != 0."
@@ -125,7 +125,7 @@ def _lengths(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def lengths(function: str, name: str, x: Any, batch: Shape) -> jax.Array:
-    """Sequence lengths, one for each element of the batch, as int32."""
+    """Returns sequence lengths, one for each element of the batch, as int32."""
     array = integers(function, name, x)
     if not batch and array.shape == (1,):
         array = array.reshape(())
@@ -135,7 +135,7 @@ def lengths(function: str, name: str, x: Any, batch: Shape) -> jax.Array:
 
 
 def _segments(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
-    """Segment ids, one for each position of a query or a key."""
+    """Returns segment ids, one for each position of a query or a key."""
     array, shape = integers(NAME, name, x), (q if name == "query_segment_ids" else k).shape[:-2]
     if array.shape != shape:
         raise ValueError(f"{NAME}: {name} has shape {array.shape}, expected {shape}, a number for each position.")
@@ -160,7 +160,7 @@ def _positions(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _sinks(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
-    """A logit for each query head, in the dtype of accumulation."""
+    """Returns a logit for each query head, in the dtype of accumulation."""
     array, heads = _array(name, x), q.shape[-2]
     if array.shape != (heads,) or not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(
@@ -217,7 +217,7 @@ def _narrow(query_ids: jax.Array, key_ids: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def scaled(q: jax.Array, x: Any) -> tuple[jax.Array, float]:
-    """The query and the logits' factor: a number as it is, anything else multiplied into the query, and 1."""
+    """Returns the query and the logits' factor: a number as it is, anything else multiplied into the query, and 1."""
     if x is None:
         width = q.shape[-1]
         if isinstance(width, int):
@@ -299,7 +299,7 @@ class ByPlace(NamedTuple):
 
 
 def by_place(is_causal: Any, window: Any, function: str = NAME) -> ByPlace:
-    """The causal rule and the window, each a constant or data."""
+    """Returns the causal rule and the window, each a constant or data."""
     found = ByPlace(_is_causal(function, is_causal), _window(function, window))
     if (
         found.is_data
@@ -312,7 +312,7 @@ def by_place(is_causal: Any, window: Any, function: str = NAME) -> ByPlace:
 
 
 def _window(function: str, x: Any) -> tuple[Side, Side]:
-    """The window to the left and right of a query; a bound that overflows int32 when added to an index is dropped."""
+    """Returns the window left and right of a query; drops a bound that overflows int32 when added to an index."""
     if x is None:
         return None, None
     x = x.tolist() if isinstance(x, np.ndarray) else x
@@ -343,7 +343,7 @@ def _side(x: Any) -> Side:
 
 
 def _is_causal(function: str, x: Any) -> bool | jax.Array:
-    """A bool, or an array of one."""
+    """Returns a bool, or an array of one."""
     x = x[()] if isinstance(x, np.ndarray) and x.ndim == 0 else x
     if isinstance(x, (bool, int, np.bool_)):
         return bool(x)
@@ -410,7 +410,7 @@ def mask_of_flax(mask: Any) -> Any:
 
 
 def sown_in(module: Any, implementation: str | None) -> Any:
-    """A Flax module, or None; raises for one beside a kernel that is asked for, as none has the weights in memory."""
+    """Returns a Flax module, or None; raises for one beside a named kernel, as none has the weights in memory."""
     if module is not None and not callable(getattr(module, "sow", None)):
         raise TypeError(f"{NAME}: module={module!r}, expected a Flax module in which to sow the weights, or None.")
     if module is not None and implementation == "mosaic_gpu":
@@ -446,7 +446,7 @@ def absent(
 
 
 def promoted(promote_dtype: Any, query: Any, key: Any, value: Any, dtype: Any) -> tuple[Any, Any, Any]:
-    """Query, key and value as Flax's own function promotes them; raises if it is another."""
+    """Returns query, key and value as Flax's own function promotes them; raises if it is another."""
     if promote_dtype is None:
         return query, key, value
     if getattr(promote_dtype, "__module__", None) != "flax.nnx.nn.dtypes":
@@ -475,7 +475,7 @@ _array = functools.partial(checks.as_array, NAME, **_WORDS)
 
 
 def integers(function: str, name: str, x: Any) -> Any:
-    """Integers with all their bits."""
+    """Returns integers with all their bits."""
     array = checks.on_host(function, name, x, **_WORDS)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{function}: {name} has dtype {array.dtype}, expected integers.")
@@ -483,7 +483,7 @@ def integers(function: str, name: str, x: Any) -> Any:
 
 
 def clipped(x: Any, low: int = -(2**31), high: int = 2**31 - 1) -> jax.Array:
-    """Integers of any width as int32, those beyond a bound as the bound."""
+    """Returns integers of any width as int32, those beyond a bound as the bound."""
     own = jnp.iinfo(x.dtype)
     with settings_for(x):
         if own.min < low or own.max > high:

@@ -115,7 +115,7 @@ class Fold:
         return x.reshape(*x.shape[:heads], x.shape[heads] * x.shape[heads + 1], *x.shape[heads + 2 :])
 
     def _broadcast(self, kind: str, shape: Shape) -> tuple[Shape, Shape]:
-        """The leading and the last extents of an operand in the kernel; a mask keeps extents of 1 where it can."""
+        """Gives the leading and the last extents of an operand in the kernel; a mask keeps extents of 1 if it can."""
         rank = len(self.full)
         lead, core = list(shape[:rank]), list(shape[rank:])
         may_stay = OPERANDS[kind].broadcasts
@@ -136,7 +136,7 @@ class Fold:
         return x.reshape(*x.shape[:at], *parts, *x.shape[at + 1 :])
 
     def _order(self, kind: str) -> Shape:
-        """From `[*leading, ..., K, G, ...]` to `[*batch, ..., K, *grouped, G, ...]`."""
+        """Transposes `[*leading, ..., K, G, ...]` to `[*batch, ..., K, *grouped, G, ...]`."""
         rank, last = len(self.full), RANK[kind] + 1
         heads = rank + QUERY_HEADS[kind]
         before, after = range(rank, heads + 1), range(heads + 1, rank + last)
@@ -144,7 +144,7 @@ class Fold:
 
 
 def fold(shapes: Mapping[str, Shape]) -> Fold:
-    """The fold of operands of these shapes."""
+    """Returns the fold of operands of these shapes."""
     leads = {name: shape[: len(shape) - RANK[name]] for name, shape in shapes.items()}
     full = tuple(jnp.broadcast_shapes(*leads.values()))
     shared = [lead for name, lead in leads.items() if name not in QUERY_HEADS]
@@ -354,11 +354,11 @@ class Heads:
     by_blocks: bool
 
     def whole(self, *operands: jax.Array) -> list[jax.Array]:
-        """Everything on one device."""
+        """Runs everything on one device."""
         return list(self.run(*operands))
 
     def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
-        """One device's part."""
+        """Returns one device's part."""
         sharded = sharding(self.kinds, shapes, specs, sizes)
         in_ring = self.by_blocks and sharded.ring_reason(self.kinds, shapes, sizes) is not None
         operands = sharded if in_ring else sharded.gathered
@@ -402,7 +402,7 @@ class Heads:
         return [_added(sharded, kind, x, names) for kind, x, names in zip(self.results, found, sums, strict=True)]
 
     def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
-        """A factor for each leading axis, and one for heads, queries and keys; other axes are not sharded."""
+        """Returns a factor for each leading axis, and one for heads, queries and keys; other axes are not sharded."""
         leads = [shape[: len(shape) - RANK[kind]] for kind, shape in zip(self.kinds, shapes, strict=True)]
         lead = tuple(f"lead{d}" for d in range(len(leads[0])))
         same = shapes[self.kinds.index("query")][-2] == shapes[self.kinds.index("key")][-2]

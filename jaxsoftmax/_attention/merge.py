@@ -29,7 +29,7 @@ def merge_attention(
     *,
     axis_name: Hashable | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention to all keys, from the outputs and logsumexps of attention to parts of them, in any order.
+    """Merges outputs and logsumexps of attention to parts of the keys, in any order, into attention to all keys.
 
     The parts are what `flash_attention` or `paged_attention` return with `return_residual=True` for the same queries
     and disjoint sets of keys: a prefix that sequences share and the rest, pages and new keys, the blocks of a ring, the
@@ -90,7 +90,7 @@ def merge_attention(
 
 
 def _checked(outs: list[ArrayLike], lses: list[ArrayLike]) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Arrays of dtypes and shapes that fit."""
+    """Returns arrays of dtypes and shapes that fit."""
     if not outs or len(outs) != len(lses):
         raise ValueError(
             f"{_NAME}: got {len(outs)} outs and {len(lses)} lses, expected as many of each, and at least one. Pass one "

@@ -190,7 +190,7 @@ def _checked(
     lengths: ArrayLike,
     layout: PageLayout,
 ) -> tuple[jax.Array, ...]:
-    """The arrays, of shapes that fit; what `flash_attention` checks of them is left to it."""
+    """Returns the arrays, of shapes that fit; what `flash_attention` checks of them is left to it."""
     given = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
     q, k, v = (core_checks.as_array(_NAME, name, x) for name, x in given.items())
     core_checks.choice(_NAME, "layout", layout, _AXES)
@@ -232,7 +232,7 @@ def _checked(
 
 
 def _gathered(pages: jax.Array, tables: jax.Array, lengths: jax.Array, layout: PageLayout) -> jax.Array:
-    """The pages that the tables name, `[B, positions, K, H]`; NaN in the place of those that do not exist.
+    """Returns the pages that the tables name, `[B, positions, K, H]`; NaN in the place of those that do not exist.
 
     Page 0, which stays in the cache, takes the place of pages beyond the lengths.
     """
@@ -293,7 +293,7 @@ class Call:
     def plan(
         self, avals: Sequence[Any], device: Device, named: str | None, *, rules: Rules, layout: PageLayout, **_: Any
     ) -> Plan:
-        """The kernel for operands of these types on a device."""
+        """Returns the kernel for operands of these types on a device."""
         from pallas_kernels.attention import dispatch
 
         q, k, v, tables = avals[:4]
@@ -340,16 +340,16 @@ class _Paged:
     run: Callable[..., Any]
 
     def whole(self, *operands: jax.Array) -> list[jax.Array]:
-        """Everything on one device."""
+        """Runs everything on one device."""
         return list(self.run(*operands))
 
     def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
-        """One device's part: heads stay sharded where each device has whole groups."""
+        """Returns one device's part: heads stay sharded where each device has whole groups."""
         batch, heads = _sharded_axes(shapes, specs, sizes, self.layout)
         return Shard(*_specs(self.layout, batch, heads, heads, len(shapes)), self.whole)
 
     def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
-        """A factor for the sequences and one for the heads."""
+        """Returns a factor for the sequences and one for the heads."""
         same = shapes[0][2] == shapes[1][2 if self.layout == "pages_first" else 0]
         ins, outs = _specs(self.layout, "batch", "heads", "heads" if same else "key_heads", len(shapes))
         return sharding_rule(ins, outs)
@@ -362,7 +362,7 @@ class _Paged:
 
 
 def _specs(layout: PageLayout, batch: Entry, heads: Entry, key_heads: Entry, count: int) -> tuple[list[P], list[P]]:
-    """The partitions of `count` operands and of the results, for those of sequences and heads."""
+    """Returns the partitions of `count` operands and of the results, for those of sequences and heads."""
     pages = P(None, None, key_heads, None) if layout == "pages_first" else P(key_heads, None, None, None)
     ins = [P(batch, None, heads, None), pages, pages, P(batch, None), P(batch), P(None, heads)]
     return ins[:count], [P(batch, None, heads, None), P(batch, heads, None)]
@@ -404,7 +404,7 @@ def _avals(*avals: Any, layout: PageLayout, **_: Any) -> list[Any]:
 
 
 def _batch(_: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[Any, Any]:
-    """The rule for vmap: a mapped axis joins the sequences, unless pages or sinks are mapped, which are gathered."""
+    """Maps a call: a mapped axis joins the sequences, unless pages or sinks are mapped, which are gathered."""
     mapped = [d is not None for d in dims]
     if not any(mapped):
         return PAGED.bind(*operands, **params), [None, None]

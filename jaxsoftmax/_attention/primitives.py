@@ -64,7 +64,7 @@ BY_PART = {Part.FORWARD: FORWARD, Part.TANGENT: TANGENT, Part.GRADIENTS: GRADIEN
 
 
 def attend(operands: Operands, rules: Rules, implementation: str | None) -> tuple[jax.Array, jax.Array]:
-    """Output `[*batch, T, N, D]` and logsumexp `[*batch, N, T]`."""
+    """Returns output `[*batch, T, N, D]` and logsumexp `[*batch, N, T]`."""
     names = operands.present
     # Operands are bound sharded alike, as the gradients will be, after an operation that has a transpose.
     arrays = unify_varying(*unify_shardings(names, [getattr(operands, name) for name in names]))
@@ -86,7 +86,7 @@ def kinds(part: Part, names: Sequence[str], moving: Sequence[str] = (), **_: Any
 
 
 def leading_extents(names: Sequence[str], avals: Sequence[Any]) -> Shape:
-    """The common leading axes of all that gradients depend on; a cotangent may lack a mapped axis."""
+    """Returns the common leading axes of all that gradients depend on; a cotangent may lack a mapped axis."""
     return tuple(jnp.broadcast_shapes(*map(leading, avals, kinds(Part.GRADIENTS, names))))
 
 
@@ -132,7 +132,7 @@ _LOGITS_ARRAYS = {Part.FORWARD: 2, Part.TANGENT: 3, Part.GRADIENTS: 3}
 def tile_by_xla(
     part: Part, names: Sequence[str], rules: Rules, avals: Sequence[Any], device: Device
 ) -> tuple[int, int] | None:
-    """How many queries and keys XLA multiplies at a time on a GPU; None where a length is symbolic."""
+    """Says how many queries and keys XLA multiplies at a time on a GPU; None where a length is symbolic."""
     from pallas_kernels.attention import dispatch
 
     shapes = dict(zip(names, (x.shape for x in avals), strict=False))
@@ -221,7 +221,7 @@ def _kinds(primitive: Primitive, names: Sequence[str], **params: Any) -> tuple[s
 
 
 def _forward_avals(primitive: Primitive, *avals: Any, **params: Any) -> list[Any]:
-    """The types of output and logsumexp, or of their tangents."""
+    """Returns the types of output and logsumexp, or of their tangents."""
     query, _, value = avals[:3]
     sharded, mesh = sharding_of(_kinds(primitive, **params), avals), mesh_of(avals)
     length, heads, _ = query.shape[-3:]
@@ -239,7 +239,7 @@ def _residual_avals(*avals: Any, **_: Any) -> list[Any]:
 def _gradient_avals(
     *avals: Any, names: tuple[str, ...], wrt: tuple[str, ...], kept: tuple[tuple[int, ...], ...], **_: Any
 ) -> list[Any]:
-    """The types of the gradients: an operand's own, but for the leading axes that are kept."""
+    """Returns the types of the gradients: an operand's own, but for the leading axes that are kept."""
     sharded, mesh = sharding_of(_kinds(GRADIENTS, names), avals), mesh_of(avals)
     shapes = gradient_shapes(names, avals, wrt, kept)
     return [
@@ -255,7 +255,7 @@ def _ranks(primitive: Primitive, **params: Any) -> list[int]:
 def _residuals_jvp(
     primals: Sequence[jax.Array], tangents: Sequence[Any], *, names: tuple[str, ...], **params: Any
 ) -> tuple[Any, Any]:
-    """The forward half of the derivative: output and logsumexp, and the linear primitive."""
+    """Returns the forward half of the derivative: output and logsumexp, and the linear primitive."""
     out, lse = RESIDUALS.bind(*primals, names=names, **params)
     by_name = dict(zip(names, tangents[: len(names)], strict=True))
     moving = tuple(name for name in DIFFERENTIABLE if name in by_name and type(by_name[name]) is not ad.Zero)
@@ -268,7 +268,7 @@ def _residuals_jvp(
 def _tangent_transpose(
     cts: Sequence[Any], *operands: Any, names: tuple[str, ...], moving: tuple[str, ...], **params: Any
 ) -> Any:
-    """The backward half of the derivative."""
+    """Returns the backward half of the derivative."""
     known, linear = operands[: len(names) + 2], operands[len(names) + 2 :]
     likes = zip(known[-2:], cts, strict=True)
     known_and_cts = unify_varying(*known, *(jnp.zeros_like(x) if type(ct) is ad.Zero else ct for x, ct in likes))

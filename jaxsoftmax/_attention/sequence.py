@@ -80,7 +80,7 @@ def zigzag(x: Any, axis: int, devices: int, rounds: int = 1) -> jax.Array:
 @public
 @in_device_memory
 def unzigzag(x: Any, axis: int, devices: int, rounds: int = 1) -> jax.Array:
-    """The inverse of `zigzag`.
+    """Inverts `zigzag`.
 
     Args:
         x: An array.
@@ -296,7 +296,7 @@ def has_queries(kind: str, shape: Shape) -> bool:
 
 
 def _heads_of(groups: int, i: Any, kind: str, x: jax.Array) -> jax.Array:
-    """An operand's heads of one group."""
+    """Returns an operand's heads of one group."""
     if not has_heads(kind, x.shape):
         return x
     count = x.shape[HEADS[kind]] // groups
@@ -347,7 +347,7 @@ class _Outputs:
     dtypes: tuple[Any, ...] = ()
 
     def travelled(self, sums: Sums) -> Sums:
-        """Nothing travels with a block."""
+        """Returns nothing, as nothing travels with a block."""
         return sums
 
     def added(self, sums: Sums, found: Sequence[jax.Array]) -> Sums:

@@ -204,7 +204,7 @@ def did_you_mean(words: Collection[str]) -> str:
 
 
 def meant_operation(word: str, known: Collection[str]) -> str:
-    """As `meant`, for the name of an operation."""
+    """Works as `meant`, for the name of an operation."""
     ends = tuple(end for end, words in OPERATIONS.items() if word.lower() in words)
     found = [name for name in known if ends and name.endswith(ends)] or difflib.get_close_matches(word, known)
     return did_you_mean([repr(name) for name in found])

@@ -57,7 +57,7 @@ def as_array(
 
 
 def inexact(function: str, name: str, x: ArrayLike) -> jax.Array:
-    """`x` as a real or complex array, integers and booleans promoted as in `jax.nn`; weak types stay weak."""
+    """Returns `x` as a real or complex array, integers and booleans promoted as in `jax.nn`; weak types stay weak."""
     if type(x) is int:
         with contextlib.suppress(OverflowError):
             x = np.int64(x)
@@ -71,7 +71,7 @@ def inexact(function: str, name: str, x: ArrayLike) -> jax.Array:
 
 
 def floating(function: str, name: str, x: ArrayLike) -> jax.Array:
-    """`x` as a real array, as by `inexact`."""
+    """Returns `x` as a real array, as by `inexact`."""
     array = inexact(function, name, x)
     if jnp.iscomplexobj(array):
         raise TypeError(
@@ -112,7 +112,7 @@ def listed_axes(function: str, axis: Axis, rank: int, operand: str = "x") -> tup
 
 
 def _integers(function: str, axis: Any) -> tuple[int, ...]:
-    """One integer, or those of any iterable."""
+    """Returns one integer, or those of any iterable."""
     with contextlib.suppress(TypeError):
         return (operator.index(axis),)
     try:
@@ -141,7 +141,7 @@ def together(function: str, operand: str, x: jax.Array, **others: jax.Array) -> 
 
 
 def boolean(function: str, where: ArrayLike) -> jax.Array:
-    """`where` as a boolean array."""
+    """Returns `where` as a boolean array."""
     array = as_array(function, "where", where)
     if array.dtype != jnp.bool_:
         raise TypeError(f"{function}: where has dtype {array.dtype}, expected bool. Pass where.astype(bool).")
@@ -167,7 +167,7 @@ def as_float(
 
 
 def choice[Name: str](function: str, name: str, x: Name, among: Iterable[Name]) -> Name:
-    """One of a few names."""
+    """Returns one of a few names."""
     if not isinstance(x, str) or x not in among:
         raise ValueError(f"{function}: {name}={x!r}, expected one of {', '.join(map(repr, among))}.")
     return x
@@ -221,7 +221,7 @@ def no_kernel_for_complex(function: str, name: str) -> NotImplementedError:
 
 
 def broadcasting(function: str, name: str, array: jax.Array, want: Sequence[int], of: str = "x's") -> jax.Array:
-    """`array` at the rank of `want`, to which it broadcasts; an error if it does not, or would enlarge it."""
+    """Returns `array` at the rank of `want`, to which it broadcasts; an error if it does not, or would enlarge it."""
     got = array.shape
     tail = want[len(want) - len(got) :]
     if len(got) > len(want) or any(g != 1 and g != w for g, w in zip(got, tail, strict=True)):
@@ -252,7 +252,7 @@ def rows_to_read(
 
 
 def ignore_index(function: str, value: Any) -> int | None:
-    """An integer, or None."""
+    """Returns an integer, or None."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
@@ -261,7 +261,7 @@ def ignore_index(function: str, value: Any) -> int | None:
 
 
 def mask(function: str, where: Any, shape: Shape, axes: Sequence[int]) -> jax.Array:
-    """`where` at the logits' rank; one of the rows' rank masks rows. Either may broadcast the rows to more."""
+    """Returns `where` at the logits' rank; one of the rows' rank masks rows. Either may broadcast the rows to more."""
     array = boolean(function, where)
     rows = [n for d, n in enumerate(shape) if d not in axes]
     if array.ndim not in (len(rows), len(shape)):
@@ -279,7 +279,7 @@ def mask(function: str, where: Any, shape: Shape, axes: Sequence[int]) -> jax.Ar
 
 
 def labels_of(function: str, given: Any, shape: Shape, axes: Sequence[int]) -> tuple[jax.Array | np.ndarray, Shape]:
-    """Labels as an array of integers, one for each row, and the logits' shape, broadcast to the labels' rows.
+    """Returns labels as integers, one for each row, and the logits' shape, broadcast to the labels' rows.
 
     Values that are known stay in NumPy, because an array of JAX may have fewer than their 64 bits.
     """
@@ -314,7 +314,7 @@ def on_host(function: str, name: str, x: Any, **words: str) -> Any:
 
 
 def probabilities(function: str, given: Any, shape: Shape, axes: Sequence[int]) -> tuple[jax.Array, Shape]:
-    """Probabilities, of at most the logits' rank, and the logits' shape, broadcast to their rows."""
+    """Returns probabilities, of at most the logits' rank, and the logits' shape, broadcast to their rows."""
     array = floating(function, "labels", given)
     full = _with_rows((1,) * (len(shape) - array.ndim) + array.shape, shape, axes)
     if full is None:
@@ -326,7 +326,7 @@ def probabilities(function: str, given: Any, shape: Shape, axes: Sequence[int]) 
 
 
 def _with_rows(extents: Shape, shape: Shape, axes: Sequence[int]) -> Shape | None:
-    """The logits' shape, broadcast to the rows of an argument; None if it does not fit."""
+    """Returns the logits' shape, broadcast to the rows of an argument; None if it does not fit."""
     try:
         full = jnp.broadcast_shapes(tuple(extents), tuple(shape))
     except ValueError:
@@ -356,7 +356,7 @@ def check_range(function: str, given: Any, cols: Any, ignored: int | None, count
 
 
 def weights_of(function: str, given: Any, rows: Shape, dtype: Any) -> jax.Array:
-    """Weights of the rows' rank, in the dtype of the loss."""
+    """Returns weights of the rows' rank, in the dtype of the loss."""
     array = floating(function, "weights", given)
     return broadcasting(function, "weights", array, rows, "the rows'").astype(dtype)
 
@@ -366,7 +366,7 @@ _SETTINGS = {"": False, "0": False, "false": False, "1": True, "true": True}
 
 
 def _default() -> bool:
-    """The default, from the environment."""
+    """Returns the default, from the environment."""
     given = os.environ.get(VARIABLE, "")
     if given.lower() not in _SETTINGS:
         raise ValueError(f"jaxsoftmax: the environment variable {VARIABLE} is {given!r}, expected 0 or 1.")
@@ -437,5 +437,5 @@ def is_batch_invariant() -> bool:
 
 
 def batch_invariance() -> dict[str, bool]:
-    """The primitive's parameter, which exists only under the context."""
+    """Returns the primitive's parameter, which exists only under the context."""
     return {"batch_invariant": True} if is_batch_invariant() else {}

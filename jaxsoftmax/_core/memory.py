@@ -11,7 +11,7 @@ DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
 def in_device_memory[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """A function of arrays for operands in any memory: its results are in that of the first array of floats.
+    """Returns a function of arrays for operands in any memory: its results are in that of the first array of floats.
 
     Arrays that a function makes by itself, such as indices and constants, are in the device's memory. JAX's operations
     take operands in one memory, and kernels read only the device's.
@@ -40,7 +40,7 @@ def _is_in_host(x: jax.Array) -> bool:
 
 
 def _moved(x: Any) -> Any:
-    """An array, or several, in the device's memory; anything else as it is."""
+    """Returns an array, or several, in the device's memory; anything else as it is."""
     if isinstance(x, (tuple, list)):
         return jax.tree.map(_moved, x)
     return jax.device_put(x, DEVICE, src=HOST) if isinstance(x, jax.Array) and _is_in_host(x) else x

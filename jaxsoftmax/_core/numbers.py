@@ -66,7 +66,7 @@ def is_constant(function: str, argument: str, value: Any) -> bool:
 
 
 def as_data(value: float, dtype: Any) -> jax.Array:
-    """A number as an array."""
+    """Returns a number as an array."""
     with jax.enable_x64(jnp.dtype(dtype).itemsize == 8), np.errstate(over="ignore"):  # beyond the dtype it is infinite
         return jnp.asarray(value, dtype)
 
@@ -79,7 +79,7 @@ def constant_or_data(function: str, argument: str, value: float, dtype: Any) -> 
 def scale_factor(
     function: str, scale: ArrayLike, shape: Sequence[int], dtype: Any, of: str = "x's"
 ) -> float | jax.Array:
-    """A constant as a float, anything else as an array that broadcasts against the operand, in `dtype` if a number."""
+    """Gives a constant as a float, anything else as an array that broadcasts to the operand, in `dtype` if a number."""
     if checks.is_number(scale):
         factor = checks.as_float(function, "scale", scale)
         if math.isnan(factor):
@@ -104,7 +104,7 @@ def number(function: str, name: str, value: Any, low: float, high: float, dtype:
 
 
 def _scalar(function: str, name: str, value: Any, dtype: Any) -> jax.Array:
-    """An array of one real number, in `dtype`."""
+    """Returns an array of one real number, in `dtype`."""
     is_array = isinstance(value, jax.Array)
     is_real = is_array and any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
     if not is_array or not is_real or value.ndim:
@@ -115,7 +115,7 @@ def _scalar(function: str, name: str, value: Any, dtype: Any) -> jax.Array:
 
 
 def soft_cap(function: str, value: Any, dtype: Any) -> float | jax.Array | None:
-    """A positive number, or None."""
+    """Returns a positive number, or None."""
     if value is None:
         return None
     cap = number(function, "logits_soft_cap", value, 0.0, math.inf, dtype)
@@ -147,7 +147,7 @@ def _bind(primitive: Primitive, x: jax.Array, number: jax.Array) -> jax.Array:
 
 
 def _bent(x: jax.Array, cap: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`x / cap` and its `tanh`."""
+    """Returns `x / cap` and its `tanh`."""
     # XLA divides by a scalar on the way; the reciprocal of a number with axes would be a program of its own on a GPU.
     part = x / (cap.squeeze() if all(n == 1 for n in cap.shape) else cap)
     return part, jnp.tanh(part)

@@ -85,7 +85,7 @@ def _evaluate(primitive: Primitive, states: Collection[int], *operands: jax.Arra
 def _taylor(
     primitive: Primitive, primals: Sequence[jax.Array], series: Sequence[Sequence[jax.Array]], **params: Any
 ) -> tuple[Any, Any]:
-    """The rule for `jax.experimental.jet`: the derivatives along a curve, by JVPs of JVPs, over factorials."""
+    """Returns the rule for `jax.experimental.jet`: the derivatives along a curve, by JVPs of JVPs, over factorials."""
     moving = [jnp.issubdtype(x.dtype, jnp.floating) for x in primals]
     order = max(map(len, series))
 
@@ -123,7 +123,7 @@ jet.jet_rules.setdefault(name_p, lambda primals, series, **params: (name_p.bind(
 
 
 def checked(x: jax.Array) -> jax.Array:
-    """A result in whose place `jax.experimental.checkify` finds a NaN.
+    """Returns a result in whose place `jax.experimental.checkify` finds a NaN.
 
     It looks at results of JAX's own operations alone, and has no table in which others could be entered. While a
     function is traced, 0 is subtracted from the result: XLA removes that, it keeps -0, and its derivative has no
@@ -141,7 +141,7 @@ def saved(x: jax.Array, is_empty: jax.Array, number: float) -> jax.Array:
 
 
 def typed(like: Any, mesh: Any, shape: Sequence[Any], spec: Iterable[Any], dtype: Any) -> Any:
-    """The type of a result, which varies over the same mesh axes as the operand `like`."""
+    """Returns the type of a result, which varies over the same mesh axes as the operand `like`."""
     sharding = NamedSharding(mesh, P(*spec))
     return like.update(shape=tuple(shape), dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
 
@@ -177,7 +177,7 @@ def batch_leading(
 
 
 def zeros(out: Any) -> Any:
-    """Zero tangents for outputs."""
+    """Makes zero tangents for outputs."""
     return jax.tree.map(lambda y: ad.Zero(jax.typeof(y).to_tangent_aval()), out)
 
 
@@ -189,7 +189,7 @@ def higher_jvp(
     tangents: Sequence[Any],
     **params: Any,
 ) -> tuple[Any, Any]:
-    """The JVP of a primitive, as that of its plain function.
+    """Returns the JVP of a primitive, as that of its plain function.
 
     It is linear in the last `linear` operands: if only those have tangents, the primitive is its own derivative.
     """
@@ -229,7 +229,7 @@ def define_over_rows(primitive: Primitive, results: Results, **how: Any) -> None
 
 
 def _row_avals(primitive: Primitive, results: Results, *operands: Any, axes: tuple[int, ...], **params: Any) -> Any:
-    """The types of the outputs: the operands' common shape, or one number a row in the dtype of accumulation.
+    """Returns the types of the outputs: the operands' common shape, or one number a row in the dtype of accumulation.
 
     Weak types, and the mesh axes over which a result varies, are those of the first operand.
     """

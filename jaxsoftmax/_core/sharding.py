@@ -65,7 +65,7 @@ class Partitionable(Protocol):
         ...
 
     def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
-        """One device's part, for operands with these partitions on a mesh with axes of these sizes."""
+        """Returns one device's part, for operands with these partitions on a mesh with axes of these sizes."""
         ...
 
     def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
@@ -90,7 +90,7 @@ class RowOp:
     across: Callable[..., list[jax.Array]]
 
     def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
-        """One device's part."""
+        """Returns one device's part."""
         full, extents = common_spec(specs), jnp.broadcast_shapes(*shapes)
         ins = [broadcast_spec(full, shape) for shape in shapes]
         outs = [P(*self._of(result, full, None)) for result in self.results]
@@ -98,7 +98,7 @@ class RowOp:
         return Shard(ins, outs, functools.partial(self._across, columns) if columns.names else self.whole)
 
     def _of(self, result: Result, axes: Sequence[Any], selected: Any) -> list[Any]:
-        """A result's entries out of those of the operands' axes, with `selected` for the axis of a selection."""
+        """Picks a result's entries out of those of the operands' axes, with `selected` for the axis of a selection."""
         if result == "full":
             return list(axes)
         return [
@@ -114,14 +114,14 @@ class RowOp:
         return len(set(pieces)) == 1 and all(pieces[0][d] == 1 for d in self.axes)
 
     def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
-        """One factor per axis, shared by all; an extent of 1 that broadcasts has its own, as has a selection."""
+        """Gives each axis a factor, shared by all; an extent of 1 that broadcasts has its own, as has a selection."""
         factors = [f"axis{d}" for d in range(len(shapes[0]))]
         operands = [broadcast_spec(factors, shape) for shape in shapes]
         return sharding_rule(operands, [self._of(result, factors, "top_k") for result in self.results])
 
 
 def sharding_rule(operands: Sequence[Iterable[Any]], results: Sequence[Iterable[Any]]) -> SdyShardingRule:
-    """A Shardy rule from the factors of each axis: axes with the same factor are sharded together."""
+    """Returns a Shardy rule from the factors of each axis: axes with the same factor are sharded together."""
     mappings = [
         ArrayMapping(*(factor or f"own{i}_{d}" for d, factor in enumerate(factors)))
         for i, factors in enumerate((*operands, *results))
@@ -145,7 +145,7 @@ def inside_of(shardings: Sequence[AxisSharding], axes: Sequence[int], shape: Sha
 
 
 def all_gather(names: Names, *parts: jax.Array) -> list[jax.Array]:
-    """The parts of all devices, stacked in front, by one collective of their bits."""
+    """Returns the parts of all devices, stacked in front, by one collective of their bits."""
     words = [jax.lax.bitcast_convert_type(part, jnp.int32) for part in parts]
     ends = list(itertools.accumulate(word.size for word in words))
     mine = jnp.concatenate([word.ravel() for word in words])
@@ -157,20 +157,20 @@ def all_gather(names: Names, *parts: jax.Array) -> list[jax.Array]:
 
 
 def spec_of(aval: Any) -> Spec:
-    """An abstract value's (or a shard description's) partition, one entry per axis."""
+    """Returns an abstract value's (or a shard description's) partition, one entry per axis."""
     spec = tuple(aval.sharding.spec)
     return spec + (None,) * (len(aval.shape) - len(spec))
 
 
 def mesh_axes(entry: Entry) -> Names:
-    """The mesh axes of one entry of a partition."""
+    """Returns the mesh axes of one entry of a partition."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def common_spec(specs: Sequence[Spec]) -> Spec:
-    """The partition that operands which broadcast against each other share: the first sharding of each axis wins."""
+    """Finds the partition of operands that broadcast to each other: the first sharding of each axis wins."""
     chosen: list[Entry] = []
     used: set[str] = set()
     for entries in zip(*specs, strict=True):
@@ -181,7 +181,7 @@ def common_spec(specs: Sequence[Spec]) -> Spec:
 
 
 def broadcast_spec(full: Sequence[Entry], shape: Shape) -> P:
-    """The partition of an operand that broadcasts to an array with the partition `full`."""
+    """Returns the partition of an operand that broadcasts to an array with the partition `full`."""
     return P(*(None if n == 1 else entry for n, entry in zip(shape, full, strict=True)))
 
 

@@ -100,7 +100,7 @@ def softmax_cross_entropy_with_integer_labels(
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`logsumexp(logits) - logits[label]` of each row, `optax.softmax_cross_entropy_with_integer_labels`, and kin.
+    """Returns each row's `logsumexp(logits) - logits[label]`, as optax's function of this name, with more options.
 
     With `z` the logits, scaled and capped, and `n` how many of them `where` includes, a row's loss is `weights` times
     `lse - (1 - label_smoothing) * z[label] - label_smoothing / n * sum(z) + z_loss * lse**2`, `lse = logsumexp(z)`.
@@ -228,7 +228,7 @@ def _reduced(reduction: Reduction, loss: jax.Array) -> jax.Array:
 
 
 def _smoothing_and_z_loss(function: str, smoothing: Any, z_loss: Any, dtype: Any) -> tuple[Any, Any]:
-    """Both as constants or data."""
+    """Returns both as constants or data."""
     return (
         numbers.number(function, "label_smoothing", smoothing, 0.0, 1.0, dtype),
         numbers.number(function, "z_loss", z_loss, -math.inf, math.inf, dtype),
@@ -245,7 +245,7 @@ def softmax_cross_entropy(
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """`-sum(labels * log_softmax(logits))` of each row: `optax.softmax_cross_entropy`.
+    """Returns `-sum(labels * log_softmax(logits))` of each row: `optax.softmax_cross_entropy`.
 
     A kernel takes the rows' statistics and XLA does the rest, in a second pass over the logits; where no gradient is
     asked for, XLA computes few and short rows in one pass. All is accumulated in float32, or float64 for float64
@@ -345,7 +345,7 @@ def linear_cross_entropy(
     chunk_size: int | None = None,
     implementation: Implementation | None = None,
 ) -> Any:
-    """The loss of `hidden @ weight + bias`, by chunks of tokens: no array is as large as the logits of all tokens.
+    """Computes the loss of `hidden @ weight + bias` by chunks of tokens: no array has the logits of all tokens.
 
     It is `softmax_cross_entropy_with_integer_labels` of these logits, in every option and every edge. The logits are
     float32, or float64 for float64 operands, and are not rounded; so are the losses. A chunk's gradient logits are
@@ -473,7 +473,7 @@ def linear_cross_entropy(
 def _checked_matrices(
     hidden: ArrayLike, weight: ArrayLike, bias: ArrayLike | None, layout: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """The hidden states and the weight in one dtype, and the bias."""
+    """Returns the hidden states and the weight in one dtype, and the bias."""
     checks.choice(LINEAR, "weight_layout", layout, get_args(WeightLayout))
     h, w = (
         checks.floating(LINEAR, "hidden", hidden),

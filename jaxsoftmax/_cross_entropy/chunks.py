@@ -105,7 +105,7 @@ def _product(rules: Rules, names: str, a: jax.Array, b: jax.Array, dtype: Any) -
 
 
 def _raw(rules: Rules, operands: Operands) -> jax.Array:
-    """The logits of a chunk of tokens before the scale: `hidden @ weight + bias`."""
+    """Returns the logits of a chunk of tokens before the scale: `hidden @ weight + bias`."""
     wide = accumulator_dtype(operands["hidden"].dtype)
     x = _product(rules, f"te,{rules.axes('weight')}->tv", operands["hidden"], operands["weight"], wide)
     return x + operands["bias"].astype(wide) if "bias" in operands else x
@@ -133,7 +133,7 @@ def _where(operands: Operands) -> list[jax.Array]:
 
 
 def _numbers(rules: Rules, x: jax.Array, operands: Operands, local: jax.Array) -> Operands:
-    """The terms of the losses of a chunk's tokens, from this device's logits; `local` are the labels among these."""
+    """Returns the terms of a chunk's losses, from this device's logits; `local` are the labels among these."""
     labels, where, row = operands["labels"][:, None], _where(operands), rules.row
     vocabulary = x.shape[1]
     # A label of 0 stands for any: the loss itself is computed of the whole row.
@@ -187,7 +187,7 @@ def merged(numbers: Operands, parts: Parts) -> Operands:
 
 
 def losses_of(rules: Rules, numbers: Operands, labels: jax.Array) -> Operands:
-    """The losses, states and entropies of tokens from the terms of their rows."""
+    """Returns the losses, states and entropies of tokens from the terms of their rows."""
     stats = Stats(numbers["max"], numbers["sum"])
     terms = row_losses.RowTerms(stats, numbers["label"], numbers.get("total"), numbers.get("count"))
     row = {"axes": (), "smoothing": rules.smoothing, "z_loss": rules.z_loss}
@@ -213,7 +213,7 @@ def _factors(
 def _slopes(
     rules: Rules, x: jax.Array, operands: Operands, local: jax.Array, cotangents: Mapping[str, jax.Array], count: Any
 ) -> jax.Array:
-    """The gradient of a chunk's logits for cotangents of the losses, logsumexps and entropies, in one loop."""
+    """Returns the gradient of a chunk's logits for cotangents of the losses, logsumexps and entropies, in one loop."""
     labels, where = operands["labels"][:, None], _where(operands)
     read = labels != IGNORED
     known, of_p, of_q = _factors(rules, operands, cotangents)
@@ -234,7 +234,7 @@ def _slopes(
 
 
 def _local_labels(labels: jax.Array, vocabulary: int, parts: Parts) -> jax.Array:
-    """Labels among this device's columns, `IGNORED`, or past the last column."""
+    """Returns labels among this device's columns, `IGNORED`, or past the last column."""
     if not parts.vocabulary.names:
         return labels
     at = labels - vocabulary * jax.lax.axis_index(parts.vocabulary.names)
@@ -243,7 +243,7 @@ def _local_labels(labels: jax.Array, vocabulary: int, parts: Parts) -> jax.Array
 
 
 def _cotangents(operands: Operands) -> Operands:
-    """The cotangents of unweighted losses, logsumexps and entropies."""
+    """Returns the cotangents of unweighted losses, logsumexps and entropies."""
     given = {n.removeprefix(COTANGENT): x for n, x in operands.items() if n.startswith(COTANGENT)}
     if "weights" in operands and "loss" in given:
         given["loss"] = of_gradient(operands["weights"], given["loss"], ())
@@ -360,7 +360,7 @@ def _body_gradient(pull: _Pull, chunk: Operands) -> tuple[Operands, Operands]:
 
 
 def forward(rules: Rules, parts: Parts, operands: Operands, *, may_run_kernel: bool = False) -> Operands:
-    """Losses, states and entropies."""
+    """Returns losses, states and entropies."""
 
     def body(chunk: Operands) -> tuple[Operands, Operands]:
         x = _logits(rules, chunk)
@@ -388,7 +388,7 @@ def gradient(
     gives_loss: bool = False,
     may_run_kernel: bool = False,
 ) -> Operands:
-    """The gradients of what moves for the cotangents among the operands; with `gives_loss` the losses and states."""
+    """Returns gradients of moving operands for the given cotangents; with `gives_loss` the losses and states."""
     hidden = operands["hidden"]
     wide = accumulator_dtype(hidden.dtype)
     unit = None
@@ -424,7 +424,7 @@ def _unit(cotangents: Sequence[jax.Array]) -> jax.Array:
 
 
 def tangent(rules: Rules, parts: Parts, operands: Operands) -> Operands:
-    """The tangents of losses, logsumexps and entropies for the tangents among the operands."""
+    """Returns the tangents of losses, logsumexps and entropies for the tangents among the operands."""
     moving = [n.removeprefix(TANGENT) for n in operands if n.startswith(TANGENT)]
 
     def body(chunk: Operands) -> tuple[Operands, Operands]:

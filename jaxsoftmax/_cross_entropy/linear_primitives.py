@@ -115,7 +115,7 @@ def unify_tokens(rules: Rules, operands: Operands) -> Operands:
 
 
 def _spec(rules: Rules, name: str, full: Sequence[Any], shape: Shape | None = None) -> list[Any]:
-    """The entries of an operand or result out of those of the token axes and the vocabulary."""
+    """Returns the entries of an operand or result out of those of the token axes and the vocabulary."""
     entries = [None if d is None else full[d] for d in _dims(rules, name, len(full) - 1)]
     return entries if shape is None else [e if n != 1 else None for e, n in zip(entries, shape, strict=True)]
 
@@ -147,7 +147,7 @@ class _Call:
         return self._run(Parts((), AxisSharding((), vocabulary)), *operands)
 
     def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
-        """One device's part."""
+        """Returns one device's part."""
         full = _full_spec(self.rules, self.names, shapes, specs)
         ins = [P(*_spec(self.rules, n, full, shape)) for n, shape in zip(self.names, shapes, strict=True)]
         outs = [P(*_spec(self.rules, name, full)) for name in self.results]
@@ -167,7 +167,7 @@ class _Call:
         return all(n == 1 for piece in pieces for n in piece)
 
     def _run(self, parts: Parts, *operands: jax.Array) -> list[jax.Array]:
-        """This device's part, with the tokens as one axis."""
+        """Computes this device's part, with the tokens as one axis."""
         of = dict(zip(self.names, operands, strict=True))
         tokens = of["labels"].shape
         count = math.prod(tokens)
@@ -294,7 +294,7 @@ def _loss_jvp(
 
 
 def _saved_states(rules: Rules, found: Operands) -> Operands:
-    """The states of rows, which derivatives save; beside any finite one no logit of an empty row has a weight."""
+    """Returns rows' states, which derivatives save; beside a finite one no logit of an empty row has a weight."""
     is_empty = found["max"] == -jnp.inf
     return {name: saved(found[name], is_empty, 1.0) for name in rules.states}
 
@@ -347,7 +347,7 @@ def _linear_jvp(
 def _gradient_jvp(
     primals: Sequence[jax.Array], tangents: Sequence[Any], *, names: Names, rules: Rules, moving: Names
 ) -> tuple[Any, Any]:
-    """The JVP of losses with gradients, as that of the losses and then the gradients."""
+    """Returns the JVP of losses with gradients, as that of the losses and then the gradients."""
     out = GRADIENT.bind(*primals, names=names, rules=rules, moving=moving)
     at = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
     if not at:
@@ -368,7 +368,7 @@ def _gradient_jvp(
 
 
 def _tangent_transpose(cts: Sequence[Any], *operands: Any, names: Names, rules: Rules) -> list[Any]:
-    """The gradients for cotangents of the losses, logsumexps and entropies."""
+    """Returns the gradients for cotangents of the losses, logsumexps and entropies."""
     of = dict(zip(names, operands, strict=True))
     linear = {n.removeprefix(TANGENT): x.aval for n, x in of.items() if n.startswith(TANGENT)}
     known = {n: x for n, x in of.items() if not n.startswith((TANGENT, SAVED))}
@@ -388,7 +388,7 @@ def _tangent_transpose(cts: Sequence[Any], *operands: Any, names: Names, rules: 
 def _pulled_by_saved(
     known: Operands, saved: Operands, ct: jax.Array, *, rules: Rules, moving: Names
 ) -> dict[str, jax.Array]:
-    """The gradients from those for cotangents of 1: a token's times its cotangent, and sums if all are the same."""
+    """Scales gradients for cotangents of 1: a token's by its cotangent, and sums if all cotangents are the same."""
     with settings_for(ct, *known.values()), on_mesh_of([jax.typeof(x) for x in known.values()]):
         found: dict[str, jax.Array] = {}
         for name in moving:
@@ -438,7 +438,7 @@ _sums_times_same.defjvp(_sums_times_same_jvp, symbolic_zeros=True)
 
 
 def _cotangent_transpose(cts: Sequence[Any], *operands: Any, names: Names, rules: Rules, moving: Names) -> list[Any]:
-    """The tangents of losses, logsumexps and entropies for cotangents of the gradients."""
+    """Returns the tangents of losses, logsumexps and entropies for cotangents of the gradients."""
     of = dict(zip(names, operands, strict=True))
     linear = {n.removeprefix(COTANGENT): x.aval for n, x in of.items() if n.startswith(COTANGENT)}
     known = {n: x for n, x in of.items() if not n.startswith(COTANGENT)}

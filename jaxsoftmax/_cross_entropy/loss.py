@@ -32,12 +32,12 @@ class RowTerms(NamedTuple):
 def kernel_args(
     operands: Sequence[Any], *, weighted: bool, stats: bool, all_rows: bool, **row: Any
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The operands and parameters that `cross_entropy` passes to its row operation: all but the weights."""
+    """Returns the operands and parameters that `cross_entropy` passes to its row operation: all but the weights."""
     return [*operands[:2], *operands[2 + weighted :]], row
 
 
 def cross_entropy(pick: Pick, rows: Rows, *operands: jax.Array, **row: Any) -> list[jax.Array]:
-    """Each row's loss, times its weight if `weighted`; with `stats` its state, also of ignored rows if `all_rows`."""
+    """Returns rows' losses, times weights if `weighted`; with `stats` their states, of ignored rows if `all_rows`."""
 
     def terms_of(x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], all_rows: bool, **row: Any) -> RowTerms:
         numbers = rows(Op.CROSS_ENTROPY, x, _reading(labels, all_rows), *where, **row)
@@ -76,7 +76,7 @@ def _losses(
 def cross_entropy_gradient(
     pick: Pick, rows: Rows, x: jax.Array, labels: jax.Array, weights: jax.Array, *where: jax.Array, **row: Any
 ) -> list[jax.Array]:
-    """Each row's loss without its weight, and the gradient with it."""
+    """Returns each row's loss without its weight, and the gradient with it."""
     gradient, *numbers = rows(Op.CROSS_ENTROPY_GRADIENT, x, labels, weights, *where, **row)
     terms = _terms(numbers, _label(pick, x, labels, numbers, where, **row), _count(x, where, **row))
     return [_of_all(loss_of_terms(terms, labels, **row), weights, row["axes"]), gradient]
@@ -85,7 +85,7 @@ def cross_entropy_gradient(
 def cross_entropy_gradient_across(
     columns: Columns, rows: Rows, x: jax.Array, labels: jax.Array, weights: jax.Array, *where: jax.Array, **row: Any
 ) -> list[jax.Array]:
-    """The losses of sharded rows, and the gradient of this device's columns."""
+    """Returns the losses of sharded rows, and the gradient of this device's columns."""
     masks = columns.within(where)
     terms, local = _exchange(columns, rows, x, labels, masks, False, **row)
     known = Stats(*(jnp.expand_dims(number, row["axes"]) for number in terms.stats))
@@ -147,7 +147,7 @@ def label_logit_gathered(
 def label_logit_summed(
     x: jax.Array, labels: jax.Array, *, axes: tuple[int, ...], scale: float, soft_cap: float | None, **_: Any
 ) -> jax.Array:
-    """The labels' logits, by a sum over the row, for any sharding; ignored rows give 0."""
+    """Returns the labels' logits, by a sum over the row, for any sharding; ignored rows give 0."""
     at_label = reference.columns(x, axes) == labels
     return reference.logits(jnp.where(at_label, x, jnp.zeros_like(x)), scale, soft_cap).sum(axes)
 
@@ -166,7 +166,7 @@ def _reading(labels: jax.Array, all_rows: bool) -> jax.Array:
 def _label(
     pick: Pick, x: jax.Array, labels: jax.Array, numbers: Sequence[jax.Array], where: Sequence[jax.Array], **row: Any
 ) -> jax.Array:
-    """The labels' logits; only those that a mask excludes can exceed the row's maximum."""
+    """Returns the labels' logits; only those that a mask excludes can exceed the row's maximum."""
     label = pick(x, labels, **row)
     return label if where else reference.below(label, numbers[0])
 
@@ -184,7 +184,7 @@ def _count(x: jax.Array, where: Sequence[jax.Array], *, axes: tuple[int, ...], s
 def loss_of_terms(
     terms: RowTerms, labels: jax.Array, *, axes: tuple[int, ...], smoothing: float, z_loss: float, **_: Any
 ) -> jax.Array:
-    """The loss from distances to the maximum, so that a common shift of the logits cancels before rounding."""
+    """Returns the loss from distances to the maximum, so that a common shift of the logits cancels before rounding."""
     maximum = terms.stats.max
     far = maximum == jnp.inf
     distance = maximum - terms.label
@@ -212,7 +212,7 @@ def _exchange(
     all_rows: bool,
     **row: Any,
 ) -> tuple[RowTerms, jax.Array]:
-    """The whole rows' terms, by one exchange, and the labels as this device's columns."""
+    """Returns the whole rows' terms, by one exchange, and the labels as this device's columns."""
     axes, names = row["axes"], columns.names
     local, cols = _local_labels(columns, x, labels, axes), math.prod(x.shape[d] for d in axes)
     here = (local >= 0) & (local < cols)

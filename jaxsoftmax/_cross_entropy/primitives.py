@@ -52,7 +52,7 @@ _WEIGH = Primitive("weigh")
 
 
 def of_logits(*operands: jax.Array, **row: Any) -> list[jax.Array]:
-    """The tangents of the loss and, with `stats`, of the logsumexp.
+    """Returns the tangents of the loss and, with `stats`, of the logsumexp.
 
     The operands are logits, labels, the rows' states, a mask if there is one, and the logits' tangent.
     """
@@ -60,7 +60,7 @@ def of_logits(*operands: jax.Array, **row: Any) -> list[jax.Array]:
 
 
 def of_gradient(gradient: jax.Array, t: jax.Array, axes: Axes) -> jax.Array:
-    """The tangent of a loss from its gradient: `sum(gradient * t)`, in which 0 times NaN is 0.
+    """Returns the tangent of a loss from its gradient: `sum(gradient * t)`, in which 0 times NaN is 0.
 
     A row whose label is no column has a gradient of NaN. With a cotangent of 0 the result is 0; JAX's own product would
     give NaN.
@@ -70,7 +70,7 @@ def of_gradient(gradient: jax.Array, t: jax.Array, axes: Axes) -> jax.Array:
 
 
 def weigh(weights: jax.Array, loss: jax.Array) -> jax.Array:
-    """The loss times its weight; the weight is NaN where the label is no column."""
+    """Returns the loss times its weight; the weight is NaN where the label is no column."""
     (out,) = _WEIGH.bind(*unify_varying(weights, loss), axes=())
     return checked(out)
 
@@ -86,7 +86,7 @@ def _weigh_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, axes: A
 
 
 def of_weight(weights: jax.Array, loss: jax.Array, t: jax.Array) -> jax.Array:
-    """The tangent of the weighted loss for one of the weights."""
+    """Returns the tangent of the weighted loss for one of the weights."""
     return of_gradient(jnp.where(jnp.isnan(weights), weights, loss), t, ())
 
 
@@ -188,7 +188,7 @@ def _products_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, axes
 def _pulled(
     cts: Numbers, residuals: Sequence[jax.Array], *, primitive: Primitive, broadcast: Axes, dtype: Any, params: Any
 ) -> jax.Array:
-    """The pullback of cotangents, rounded once; it is one program even if the backward pass is not compiled."""
+    """Returns the pullback of cotangents, rounded once; it is one program even if the backward pass is not compiled."""
     with on_mesh_of([jax.typeof(x) for x in residuals]):
         residuals = unify_shardings(*residuals, everywhere=True)
         out = _PULLS[primitive](cts, *residuals, summed=bool(broadcast), **dict(params))
@@ -198,7 +198,7 @@ def _pulled(
 def _transpose(
     primitive: Primitive, cts: Sequence[Any], *operands: Any, axes: Axes, stats: bool = False, **row: Any
 ) -> list[Any]:
-    """The transposition: the pullback, summed over the axes along which the tangent was broadcast."""
+    """Returns the transposition: the pullback, summed over the axes along which the tangent was broadcast."""
     *residuals, t = operands
     still = [None] * len(residuals)
     if all(type(ct) is ad.Zero for ct in cts):
@@ -213,7 +213,7 @@ def _transpose(
 
 
 def _to_logits(x: jax.Array, labels: jax.Array, weights: jax.Array, *rest: jax.Array, **row: Any) -> jax.Array:
-    """The gradient times the weights, from the rows' known states."""
+    """Returns the gradient times the weights, from the rows' known states."""
     return _pull_to_logits([weights], x, labels, *rest, all_rows=False, **row).astype(x.dtype)
 
 
@@ -228,7 +228,7 @@ def _without_states(operands: Sequence[Any]) -> list[Any]:
 
 
 def losses(*operands: jax.Array, **params: Any) -> list[jax.Array]:
-    """Each row's loss and, with `stats`, its state, from logits, labels, weights if `weighted`, and perhaps a mask."""
+    """Returns each row's loss and, with `stats`, its state; operands may have weights (`weighted`) and a mask."""
     loss, *states = bind(Op.CROSS_ENTROPY, *operands, **params)
     return [checked(loss), *states]
 
@@ -236,7 +236,7 @@ def losses(*operands: jax.Array, **params: Any) -> list[jax.Array]:
 def _loss_jvp(
     primals: Sequence[jax.Array], tangents: Sequence[Any], *, weighted: bool, stats: bool, all_rows: bool, **params: Any
 ) -> tuple[Any, Any]:
-    """The JVP of the loss without weights."""
+    """Returns the JVP of the loss without weights."""
     if weighted:
         return _weighted_jvp(primals, tangents, **params)
     out = losses(*primals, weighted=False, stats=True, all_rows=all_rows, **params)
@@ -271,7 +271,7 @@ _gradient_plain = functools.partial(row_losses.cross_entropy_gradient, row_losse
 
 
 def _gradient(x: jax.Array, labels: jax.Array, weights: jax.Array, *where: jax.Array, **row: Any) -> list[jax.Array]:
-    """The loss and its gradient, for higher derivatives; a weight of NaN gives a gradient of NaN for any cotangent."""
+    """Returns loss and gradient, for higher derivatives; a weight of NaN gives a NaN gradient for any cotangent."""
     x, wrong = zero_ignored(x, labels, where, row["axes"]), jnp.isnan(weights)
     finite = jnp.where(wrong, 1.0, weights)
     loss, gradient = _gradient_plain(x, labels, finite, *where, **row)

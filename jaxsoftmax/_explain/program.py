@@ -107,7 +107,7 @@ def _equations(jaxpr: Any, times: int | None = 1, outer: Sequence[Frame] = ()) -
 
 
 def only(jaxpr: Any, *primitives: Primitive) -> Any:
-    """The first application of one of the primitives."""
+    """Returns the first application of one of the primitives."""
     return next(eqn for eqn, *_ in _equations(jaxpr) if eqn.primitive in primitives)
 
 

@@ -86,7 +86,7 @@ class Explanation:
         }[self.implementation]
 
     def details(self, declined: bool) -> list[str]:
-        """The lines after it, with those on kernels that declined if asked for."""
+        """Returns the lines after it, with those on kernels that declined if asked for."""
         lines, least = [f"    why: {self.reason}"], size_in_words(self.least_bytes)
         if self.bytes_moved is None:
             lines.append(f"    moves: nothing can move less than {least}")
@@ -151,7 +151,7 @@ class ProgramExplanation:
 
 
 def size_in_words(count: Any) -> str:
-    """Bytes in words; of symbolic shapes their number is symbolic too."""
+    """Says bytes in words; for symbolic shapes their number is symbolic too."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if isinstance(count, int) and count >= factor:
             return f"{count / factor:.1f} {unit}"

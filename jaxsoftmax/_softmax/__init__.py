@@ -37,7 +37,7 @@ def softmax(
     scale: ArrayLike = 1.0,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Softmax, `exp(scale * x) / sum(exp(scale * x))` along `axis`: `jax.nn.softmax`, by a Hopper kernel where it can.
+    """Computes softmax, `exp(scale * x) / sum(exp(scale * x))` along `axis`, as `jax.nn.softmax` does.
 
     16-bit and 8-bit floats are accumulated in float32 and rounded once; float32 and float64 in themselves. By a kernel,
     identical rows of a call give identical bits, and under `batch_invariant()` a row's bits are the same in any batch.
@@ -87,7 +87,7 @@ def log_softmax(
     scale: ArrayLike = 1.0,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """The logarithm of softmax, `scale * x - logsumexp(scale * x)` along `axis`: `jax.nn.log_softmax`.
+    """Returns the logarithm of softmax, `scale * x - logsumexp(scale * x)` along `axis`: `jax.nn.log_softmax`.
 
     Accumulates as `softmax` does. An entry of -inf, or one that `where` excludes, gives -inf; rows of only -inf, and
     rows with +inf or NaN, give NaN. Empty arrays are fine. Complex arrays are handed to `jax.nn.log_softmax`,
@@ -181,7 +181,7 @@ def logsumexp(
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`log(sum(exp(a)))` along `axis`: `jax.scipy.special.logsumexp`.
+    """Returns `log(sum(exp(a)))` along `axis`: `jax.scipy.special.logsumexp`.
 
     Accumulates as `softmax` does. No entries (an empty axis, or all excluded) give -inf, as do only entries of -inf;
     +inf gives +inf; NaN gives NaN. A dtype that has no infinity, as float8_e4m3fn, gives NaN for one, as in
@@ -303,7 +303,7 @@ def log_normalizer(state: Stats) -> jax.Array:
 
 
 def _states(function: str, given: Sequence[Any]) -> list[Stats]:
-    """States as arrays of one shape, in the dtype of accumulation."""
+    """Returns states as arrays of one shape, in the dtype of accumulation."""
     for state in given:
         if not isinstance(state, tuple) or len(state) != 2 or any(isinstance(part, (tuple, list)) for part in state):
             raise TypeError(
@@ -329,7 +329,7 @@ def _states(function: str, given: Sequence[Any]) -> list[Stats]:
 def _row_op(
     op: Op, x: ArrayLike, axis: Axis, where: ArrayLike | None, scale: ArrayLike, implementation: str | None
 ) -> Any:
-    """Softmax or log_softmax, which differ only in the operation."""
+    """Calls softmax or log_softmax, which differ only in the operation."""
     operand = checks.inexact(op, "x", x)
     dtype = operand.dtype
     given = {} if where is None else {"where": checks.boolean(op, where)}
@@ -351,7 +351,7 @@ def _row_op(
 
 
 def scaled(x: jax.Array, factor: float | jax.Array) -> tuple[jax.Array, float]:
-    """The operand, and the factor that its primitive fuses: 1 if the operand is multiplied beforehand."""
+    """Returns the operand, and the factor that its primitive fuses: 1 if the operand is multiplied beforehand."""
     wide = accumulator_dtype(x.dtype)
     if isinstance(factor, float):
         if 0 < abs(factor) <= float(jnp.finfo(wide).max):
@@ -367,7 +367,7 @@ def _has_infinity(dtype: jnp.dtype) -> bool:
 
 
 def _promoted(a: ArrayLike, b: ArrayLike, otherwise: jnp.dtype) -> jnp.dtype:
-    """The common inexact dtype of exponents and weights; `otherwise` if both are integers."""
+    """Returns the common inexact dtype of exponents and weights; `otherwise` if both are integers."""
     given = [x if hasattr(x, "dtype") or isinstance(x, int | float) else jnp.asarray(x) for x in (a, b)]
     dtype = checks.common_dtype("logsumexp", **dict(zip("ab", given, strict=True)))
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else otherwise

@@ -142,7 +142,7 @@ def implement(name: str, computation: Computation, **how: Any) -> Primitive:
 
 
 def by_reference(op: Op, *operands: jax.Array, **row: Any) -> Any:
-    """A row operation in `jax.numpy`."""
+    """Returns a row operation in `jax.numpy`."""
     return REFERENCE[op](*operands, **row)
 
 
@@ -208,7 +208,7 @@ class View:
 
 
 def view(shape: Shape, axes: Shape, *, transpose: bool = False) -> View:
-    """The view of rows along `axes`. It transposes if other axes lie between them, or if asked to."""
+    """Returns the view of rows along `axes`. It transposes if other axes lie between them, or if asked to."""
     significant = [d for d, n in enumerate(shape) if n != 1]
     reduced = [d for d in significant if d in axes]
     kept = [d for d in significant if d not in axes]
@@ -289,7 +289,7 @@ def _notes(full: Sequence[Shape], where: Shape | None, seen: View, form: str) ->
 def _by_stats(
     whole: Callable[..., jax.Array], names: Names, local_stats: LocalStats, *operands: jax.Array, **row: Any
 ) -> jax.Array:
-    """This device's columns of a function of an element and its row's state."""
+    """Computes this device's columns of a function of an element and its row's state."""
     return whole(*operands, **row, known=_stats_across(names, local_stats, *operands, **row))
 
 
@@ -298,7 +298,7 @@ def _stats_across(names: Names, local_stats: LocalStats, *operands: jax.Array, *
 
 
 def _merged(names: Names, *parts: jax.Array) -> Sequence[jax.Array]:
-    """The state of whole rows: a maximum, and sums relative to it."""
+    """Returns the state of whole rows: a maximum, and sums relative to it."""
     return merge_over(tuple(all_gather(names, *parts)), 0) if names else parts
 
 
@@ -360,7 +360,7 @@ def _keep(where: Sequence[jax.Array], x: jax.Array) -> jax.Array:
 
 
 def _without_excluded(where: Sequence[jax.Array], x: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """`x` with -inf where the mask excludes; 0 in rows that it excludes entirely, whose probabilities would be NaN."""
+    """Puts -inf where the mask excludes, and 0 in rows that it excludes entirely, which would give NaN."""
     if not where:
         return x
     absent = jnp.where(where[0].any(axes, keepdims=True), jnp.asarray(-jnp.inf, x.dtype), jnp.zeros((), x.dtype))
@@ -368,7 +368,7 @@ def _without_excluded(where: Sequence[jax.Array], x: jax.Array, axes: Sequence[i
 
 
 def _row_jvp(op: Op, primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    """The forward half of the derivative: the output, and the linear primitive at the residual."""
+    """Returns the forward half of the derivative: the output, and the linear primitive at the residual."""
     x, *where = primals
     rule = RULES[op]
     y = bind(op, *primals, **params)
@@ -387,7 +387,7 @@ def _row_jvp(op: Op, primals: Sequence[jax.Array], tangents: Sequence[Any], **pa
 def _stats_jvp(
     primals: Sequence[jax.Array], tangents: Sequence[Any], *, axes: tuple[int, ...], scale: float, **params: Any
 ) -> tuple[Any, Any]:
-    """The JVP of the statistics; the maximum is held constant, because only `exp(max) * sum` has meaning."""
+    """Returns the JVP of the statistics; the maximum is held constant, because only `exp(max) * sum` has meaning."""
     out = bind(Op.STATS, *primals, axes=axes, scale=scale, **params)
     if type(tangents[0]) is ad.Zero:
         return out, zeros(out)
@@ -400,7 +400,7 @@ _stats_tangent = jax.jit(reference.stats_tangent, static_argnames=("axes", "scal
 
 
 def _linear_transpose(op: Op, ct: Any, residual: jax.Array, t: Any, **params: Any) -> tuple[None, Any]:
-    """The backward half of the derivative."""
+    """Returns the backward half of the derivative."""
     if type(ct) is ad.Zero:
         return None, ad.Zero(t.aval)
     out = bind(TRANSPOSE[op], residual, ct, **params)

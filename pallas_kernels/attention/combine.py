@@ -27,7 +27,7 @@ MOST_AT_ONCE = 32  # states of a row that a thread has registers for; more merge
 
 
 def _body(*refs: jax.Ref, count: int, sinks: bool) -> None:
-    """A warpgroup's rows and columns of `count` states. A sink is the logit of one more, whose output is 0."""
+    """Returns a warpgroup's rows and columns of `count` states. A sink is the logit of one more, whose output is 0."""
     parts_ref, lses_ref, *sinks_ref = refs[: 2 + sinks]
     out, lse = refs[2 + sinks :]
     group, row = lax.axis_index("group"), lax.axis_index("row_tile") * WARPGROUP_ROWS

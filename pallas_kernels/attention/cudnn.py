@@ -106,7 +106,7 @@ def _capability(device: Device) -> tuple[int, ...]:
 
 
 def _is_native(problem: Attention) -> bool:
-    """Whether cuDNN hides by itself what indices and lengths hide."""
+    """Says whether cuDNN hides by itself what indices and lengths hide."""
     left, right = mask.window_bounds(problem)
     if problem.align_ends or problem.positions:
         return False

@@ -37,7 +37,7 @@ class Passes(NamedTuple):
 
 
 def passes(decide: Decide, problem: Attention, device: Device) -> Passes:
-    """The kernels of both passes."""
+    """Returns the kernels of both passes."""
     assert problem.keep is not None
     mask = jnp.broadcast_shapes(problem.keep, problem.mask or (1, 1, 1, 1))
     whole = dataclasses.replace(problem, keep=None, lse_gradient=True)
@@ -75,11 +75,11 @@ def backward(problem: Attention, config: Passes, *operands: jax.Array) -> tuple[
 
 
 def _operands(problem: Attention, arrays: dict[str, jax.Array]) -> list[jax.Array]:
-    """The operands of a pass, in its order."""
+    """Returns the operands of a pass, in its order."""
     return [arrays[name] for name in operand_names(problem)]
 
 
 def _with_mask(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The operands, with the weights that stay among what the mask hides."""
+    """Returns the operands, with the weights that stay among what the mask hides."""
     keep = arrays["keep"]
     return arrays | {"mask": keep * arrays["mask"] if "mask" in arrays else keep}

@@ -27,7 +27,7 @@ _ENTRIES = 4  # of a table that a lane loads at a time
 
 
 def load_tile(ref: jax.Ref, corner: Corner, columns: int) -> jax.Array:
-    """`[64, columns]` of `ref` from `corner` (batch, head, row, column) on; 0 where the array has ended."""
+    """Returns `[64, columns]` of `ref` from `corner` (batch, head, row, column) on; 0 where the array has ended."""
     dtype = jnp.dtype(ref.dtype)
     shape, strides = ref.shape, [math.prod(ref.shape[i + 1 :]) for i in range(4)]
     pairs = shape[3] % 2 == 0
@@ -115,7 +115,7 @@ def store_tile(target: jax.Ref, values: jax.Array, corner: tuple[Index, Index, I
 
 
 def load_bits(ref: jax.Ref, axis: int, corner: Corner, columns: int, repeats: int = 1) -> jax.Array:
-    """`[64, 8]`: of a tile of 64 or 128 columns from `corner` on, each thread's words of `mask.pack_bits`, each twice.
+    """Loads as `[64, 8]` each thread's words of `mask.pack_bits`, twice, for 64 or 128 columns from `corner` on.
 
     For 64 columns they are the lower halves; where the rows have ended they are 0. `axis` as in `mask.pack_bits`. Each
     row of `ref` is `repeats` rows of the tile.
@@ -162,7 +162,7 @@ def load_bits(ref: jax.Ref, axis: int, corner: Corner, columns: int, repeats: in
 
 
 def load_of_heads(ref: jax.Ref, pack: Index, heads: int) -> jax.Array:
-    """`[64]`: for each row of a tile of `heads` packed heads its head's number of `ref [N]`, float32."""
+    """Returns `[64]`: for each row of a tile of `heads` packed heads its head's number of `ref [N]`, float32."""
 
     def load_numbers(ctx, ref, pack):
         thread = ptx.thread_found_here()
@@ -180,7 +180,7 @@ def load_of_heads(ref: jax.Ref, pack: Index, heads: int) -> jax.Array:
 
 
 def lacks_page(tables: jax.Ref, batch: Index, first: Index, end: Index, pages: int) -> jax.Array:
-    """Whether an entry of `tables [B, entries]` from `first` to before `end` names none of so many pages."""
+    """Says whether an entry of `tables [B, entries]` from `first` to before `end` names none of so many pages."""
 
     def vote_missing(ctx, tables, batch, first, end):
         lane, entries = ptx.rem(utils.thread_idx(), 32), ir.MemRefType(tables.type).shape[1]
@@ -223,7 +223,7 @@ def broadcast_index(at: tuple[Index, ...], shape: tuple[int, ...]) -> tuple[Inde
 
 
 def apply_bounds(x: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Array:
-    """`x [64, n]` where `low <= column <= high`, one pair of bounds a row, and -inf elsewhere.
+    """Returns `x [64, n]` where `low <= column <= high`, one pair of bounds a row, and -inf elsewhere.
 
     A thread compares its bounds with constants: no registers for the indices of columns.
     """
@@ -372,7 +372,7 @@ def _vote(mask_bits: list[ir.Value]) -> mgpu.FragmentedArray:
 
 
 def _numbers(rows: mgpu.FragmentedArray) -> list[ir.Value]:
-    """A thread's numbers of an array with one number a row: of its upper and of its lower row."""
+    """Returns a thread's numbers of an array with one number a row: of its upper and of its lower row."""
     return [x for r in rows.registers.flat for x in (ptx.elements(r) if isinstance(r.type, ir.VectorType) else [r])]
 
 
@@ -380,7 +380,7 @@ _KINDS = {8: "h", 16: "h", 32: "r", 64: "l"}  # of registers, by their bits
 
 
 def _load(address: ir.Value, predicate: ir.Value | None, size: int) -> ir.Value:
-    """`size` bytes as an integer, 0 without the predicate."""
+    """Returns `size` bytes as an integer, 0 without the predicate."""
     bits = 8 * size
     kind = _KINDS[bits]
     word = ir.IntegerType.get_signless(max(bits, 16))

@@ -161,7 +161,7 @@ class Rules(KernelRules):
 
 
 def leading(x: Any, name: str) -> tuple[int, ...]:
-    """The leading extents of an operand."""
+    """Returns the leading extents of an operand."""
     return tuple(x.shape[: len(x.shape) - RANK[name]])
 
 
@@ -246,7 +246,7 @@ def operand_names(problem: Attention) -> tuple[str, ...]:
 def problem_of(
     op: Op, shapes: Mapping[str, Any], dtypes: Mapping[str, Any], rules: Rules, **gradients: bool
 ) -> Attention:
-    """The problem of operands with these shapes in the kernel, and these dtypes."""
+    """Returns the problem of operands with these shapes in the kernel, and these dtypes."""
     batch, length, heads, dim = shapes["query"]
     _, keys, key_heads, value_dim = shapes["value"]
     fields: dict[str, Any] = {}

@@ -43,19 +43,19 @@ class Chunk(NamedTuple):
     length: int
 
     def along(self, axis: int, rank: int) -> jax.Array:
-        """The indices, along one axis of an array of this rank."""
+        """Returns the indices, along one axis of an array of this rank."""
         shape = [1] * rank
         shape[axis] = self.size
         return (self.first + jnp.arange(self.size, dtype=jnp.int32)).reshape(shape)
 
 
 def einsum(formula: str, a: jax.Array, b: jax.Array, rules: Rules) -> jax.Array:
-    """A product accumulated, and returned, in the dtype of accumulation."""
+    """Returns a product accumulated, and returned, in the dtype of accumulation."""
     return jnp.einsum(formula, a, b, precision=rules.precision, preferred_element_type=accumulator_dtype(a.dtype))
 
 
 def scores(rows: jax.Array, keys: jax.Array, rules: Rules) -> jax.Array:
-    """Rows `[*batch, K, R, H]` with keys `[*batch, s, K, H]`: `[*batch, K, R, s]`."""
+    """Multiplies rows `[*batch, K, R, H]` with keys `[*batch, s, K, H]`: `[*batch, K, R, s]`."""
     if _is_few(rows, rules):
         pairs = einsum("...sjh,...krh->...sjkr", keys, rows, rules)
         return jnp.swapaxes(jnp.diagonal(pairs, axis1=-3, axis2=-2), -1, -3)
@@ -63,7 +63,7 @@ def scores(rows: jax.Array, keys: jax.Array, rules: Rules) -> jax.Array:
 
 
 def weighted(weights: jax.Array, values: jax.Array, rules: Rules) -> jax.Array:
-    """The sums over keys of values `[*batch, s, K, D]` by weights `[*batch, K, R, s]`: `[*batch, K, R, D]`."""
+    """Returns the sums over keys of values `[*batch, s, K, D]` by weights `[*batch, K, R, s]`: `[*batch, K, R, D]`."""
     if _is_few(weights, rules):
         pairs = einsum("...krs,...sjd->...krjd", weights, values, rules)
         return jnp.moveaxis(jnp.diagonal(pairs, axis1=-4, axis2=-2), -1, -3)
@@ -71,7 +71,7 @@ def weighted(weights: jax.Array, values: jax.Array, rules: Rules) -> jax.Array:
 
 
 def by_key(weights: jax.Array, queries: jax.Array, rules: Rules) -> jax.Array:
-    """The sums over rows of `[*batch, t, N, H]` by weights `[*batch, K, R, s]`: `[*batch, s, K, H]`."""
+    """Returns the sums over rows of `[*batch, t, N, H]` by weights `[*batch, K, R, s]`: `[*batch, s, K, H]`."""
     heads = weights.shape[-3]
     x = jnp.swapaxes(grouped(queries, queries.shape[-2] // heads, -2), -2, -3)
     x = x.reshape(*x.shape[:-4], x.shape[-4] * x.shape[-3], *x.shape[-2:])
@@ -101,28 +101,28 @@ def grouped(x: jax.Array, groups: int, axis: int) -> jax.Array:
 
 
 def ungrouped(x: jax.Array, axis: int) -> jax.Array:
-    """The inverse: joins the axis and the one after it."""
+    """Joins the axis and the one after it."""
     axis += x.ndim
     return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
 def by_rows(x: jax.Array, groups: int) -> jax.Array:
-    """`[*batch, t, N, H]` as `[*batch, K, R, H]`."""
+    """Returns `[*batch, t, N, H]` as `[*batch, K, R, H]`."""
     return _merged(jnp.swapaxes(grouped(x, groups, -2), -4, -3))
 
 
 def of_rows(x: jax.Array, groups: int) -> jax.Array:
-    """The inverse of `by_rows`."""
+    """Inverts `by_rows`."""
     return ungrouped(jnp.swapaxes(_split(x, groups), -4, -3), -3)
 
 
 def by_head(x: jax.Array, groups: int) -> jax.Array:
-    """`[*batch, K, R, n]` as `[*batch, N, t, n]`."""
+    """Returns `[*batch, K, R, n]` as `[*batch, N, t, n]`."""
     return ungrouped(jnp.swapaxes(_split(x, groups), -3, -2), -4)
 
 
 def _split(x: jax.Array, groups: int) -> jax.Array:
-    """`[*batch, K, R, n]` as `[*batch, K, t, G, n]`."""
+    """Returns `[*batch, K, R, n]` as `[*batch, K, t, G, n]`."""
     return x.reshape(*x.shape[:-2], x.shape[-2] // groups, groups, x.shape[-1])
 
 
@@ -135,7 +135,7 @@ def spread(x: jax.Array, groups: int, length: int) -> jax.Array:
 
 
 def _merged(x: jax.Array) -> jax.Array:
-    """`[*batch, K, t, G, n]` as `[*batch, K, R, n]`."""
+    """Returns `[*batch, K, t, G, n]` as `[*batch, K, R, n]`."""
     return x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
 
 
@@ -232,13 +232,13 @@ Tile = Callable[[Arrays, Chunk], tuple[Any, Any]]
 
 
 def over_queries(tile: Tile, arrays: Arrays, rules: Rules, monoid: Monoid) -> tuple[Any, Any]:
-    """`tile(arrays, chunk)` for each chunk of queries: its states merged, and its other results stacked in front."""
+    """Runs `tile(arrays, chunk)` for each chunk of queries: merges its states, stacks its other results in front."""
     most = CHUNK if rules.tile is None else rules.tile[0]
     return _over(tile, arrays, monoid, QUERY_AXIS, arrays["query"].shape[-3], most)
 
 
 def over_keys(tile: Tile, arrays: Arrays, rules: Rules, monoid: Monoid) -> tuple[Any, Any]:
-    """`tile(arrays, chunk)` for each chunk of keys: its states merged, and its other results stacked in front.
+    """Returns `tile(arrays, chunk)` for each chunk of keys: its states merged, and its other results stacked in front.
 
     Without a `tile` in the rules, fewer queries meet more keys: one query of `CHUNK` squared keys is a single tile.
     """
@@ -251,7 +251,7 @@ def over_keys(tile: Tile, arrays: Arrays, rules: Rules, monoid: Monoid) -> tuple
 
 
 def _over(tile: Tile, arrays: Arrays, monoid: Monoid, axes: dict[str, int], length: Any, most: int) -> tuple[Any, Any]:
-    """Chunks of equal size, `most` at most: 513 are two of 257 and not two of 512."""
+    """Makes chunks of equal size, `most` at most: 513 are two of 257 and not two of 512."""
     if not isinstance(length, int) or length <= most:
         state, out = tile(arrays, Chunk(0, length, length))
         return state, jax.tree.map(lambda x: x[None], out)
@@ -291,7 +291,7 @@ def is_cut(name: str, x: jax.Array, axes: dict[str, int]) -> bool:
 
 
 def _kind(name: str) -> str:
-    """The operand whose axes a tangent or cotangent shares."""
+    """Returns the operand whose axes a tangent or cotangent shares."""
     return name.removeprefix("d_")
 
 

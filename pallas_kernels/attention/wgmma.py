@@ -101,7 +101,7 @@ def _issue(
     *,
     transposed: tuple[bool, bool] = (False, False),
 ) -> mgpu.FragmentedArray:
-    """A group of WGMMA of pairs of factors: a descriptor, or four registers on the left, and a descriptor.
+    """Returns a group of WGMMA of pairs of factors: a descriptor, or four registers on the left, and a descriptor.
 
     `transposed`: whether the left factor has its rows, and the right one its columns, along the lines of panels.
     """
@@ -136,7 +136,7 @@ def _array(values: list[ir.Value], numbers: int) -> mgpu.FragmentedArray:
 
 
 def _panel_descriptor(ref: ir.Value, offset: int, between_panels: int = 0) -> ir.Value:
-    """The matrix descriptor of panels from byte `offset` on; `between_panels`: their stride where there are several."""
+    """Makes the matrix descriptor of panels from byte `offset` on; `between_panels` is their stride, if several."""
     place = ptx.bit_and(arith.shrui(ptx.shared_address(ref), ptx.c32(4)), 0x3FFF)
     layout = between_panels >> 4 << 16 | _EIGHT_LINES >> 4 << 32 | _SWIZZLE << 62
     layout = ptx.c64(layout - (1 << 64) if layout >= 1 << 63 else layout)
@@ -172,7 +172,7 @@ def pin_wait_after(x: jax.Array) -> None:
 
 
 def columns_of_tile(size: int, dtype: jnp.dtype) -> int:
-    """Columns of the widest swizzled tile, of 128 bytes at most, that divides `size` columns."""
+    """Counts the columns of the widest swizzled tile, of 128 bytes at most, that divides `size` columns."""
     return next(c for c in (n // dtype.itemsize for n in (128, 64, 32)) if size % c == 0)
 
 
@@ -192,7 +192,7 @@ PANEL = 64  # columns of a panel, whose rows of 16-bit numbers take a swizzled l
 
 
 def panels(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for `[..., rows, columns]`, as `[..., panels, rows, 64]`: TMA fills a panel from any rows.
+    """Makes shared memory for `[..., rows, columns]`, as `[..., panels, rows, 64]`: TMA fills a panel from any rows.
 
     Lines are swizzled by TMA and by WGMMA's descriptors, of which Pallas knows nothing. Where an array in global memory
     ends, TMA fills the rest of a panel with zeros.
@@ -410,7 +410,7 @@ def commit_square() -> None:
 
 
 def _vectors(registers: np.ndarray) -> list[np.ndarray]:
-    """Each vector's two registers: of the same row, eight columns apart."""
+    """Returns each vector's two registers: of the same row, eight columns apart."""
     pairs = registers.reshape(-1)  # by eight columns, and by eight rows in each
     return [pairs[4 * j + r : 4 * j + r + 3 : 2] for r in range(2) for j in range(_VECTORS // 2)]
 

@@ -56,7 +56,7 @@ def _write(
 def run(
     needed: jax.Array, weights: jax.Array, factors: jax.Array, of_labels: jax.Array, labels: jax.Array, *, columns: int
 ) -> jax.Array:
-    """`weights * factor - of_label * [column == label]` in the place of `weights [tokens, vocabulary]`, where `needed`.
+    """Writes `weights * factor - of_label * [column == label]` over `weights [tokens, vocabulary]`, where `needed`.
 
     Tiles of `columns` columns have `factors [tiles, tokens]`, and `of_labels` and `labels` are of rows. Where a factor
     is 0, so is its product. The tokens are a multiple of 64.

@@ -12,12 +12,12 @@ LOG2E = math.log2(math.e)
 
 
 def exp_16bit(d: jax.Array, unit: float = 1.0) -> jax.Array:
-    """`exp(unit * d)` for 16-bit results, by a multiplication and a MUFU; the relative error is |unit d| * 2^-24."""
+    """Computes `exp(unit * d)` for 16-bit results, by a multiplication and a MUFU; relative error |unit d| * 2^-24."""
     return jnp.exp2(d * (unit * LOG2E))
 
 
 def exp_32bit(d: jax.Array, unit: float = 1.0) -> jax.Array:
-    """`exp(unit * d)` to about 2 ulp of float32 for d <= 0: `2^n * exp(r)`, `unit d = n log(2) + r`.
+    """Returns `exp(unit * d)` to about 2 ulp of float32 for d <= 0: `2^n * exp(r)`, `unit d = n log(2) + r`.
 
     The split is exact if the compiler contracts the products. Results below 2^-149 are 0; -inf gives 0, NaN stays.
     """
@@ -38,13 +38,13 @@ def weight_in_sum(x: jax.Array, log_sum: jax.Array) -> jax.Array:
 
 
 def tanh_16bit(x: jax.Array) -> jax.Array:
-    """`tanh` to about 2^-23, as an absolute error: the hardware's own errs by 2^-11."""
+    """Returns `tanh` to about 2^-23, as an absolute error: the hardware's own errs by 2^-11."""
     # 1 / y is one instruction, 2 / y several.
     return 1.0 - 2.0 * (1.0 / (1.0 + jnp.exp2(x * (2.0 * LOG2E))))
 
 
 def tanh_32bit(x: jax.Array) -> jax.Array:
-    """`tanh` to about 2 ulp of float32: a polynomial near 0, where the exponentials cancel."""
+    """Returns `tanh` to about 2 ulp of float32: a polynomial near 0, where the exponentials cancel."""
     size = jnp.abs(x)
     e = exp_32bit(-2.0 * size)
     far = (1.0 - e) / (1.0 + e)
@@ -60,7 +60,7 @@ def tanh_for(dtype: jnp.dtype) -> Callable[[jax.Array], jax.Array]:
 
 
 def exp_for(dtype: jnp.dtype, unit: float = 1.0) -> Callable[[jax.Array], jax.Array]:
-    """The `exp` of multiples of `unit`, with an error that disappears in the rounding of `dtype`."""
+    """Returns the `exp` of multiples of `unit`, with an error that disappears in the rounding of `dtype`."""
     return functools.partial(exp_32bit if dtype.itemsize == 4 else exp_16bit, unit=unit)
 
 

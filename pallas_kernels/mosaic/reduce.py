@@ -83,7 +83,7 @@ class ReductionBuffer:
         return plgpu.Layout.TILED(tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(*spare, -2), vector_dim=-1)
 
     def read(self, slots: jax.Ref) -> list[jax.Array]:
-        """The values of all ranks, one array per value."""
+        """Returns the values of all ranks, one array per value."""
         return [plgpu.load(slots.at[q], layout=self.layout, optimized=False) for q in range(self.num_values)]
 
 
@@ -175,7 +175,7 @@ def await_cluster() -> None:
 
 
 def _lane_and_slot(index) -> tuple[ir.Value, ir.Value]:
-    """The thread's lane, and the offset of its warp's slot in bytes."""
+    """Returns the thread's lane, and the offset of its warp's slot in bytes."""
     thread = ptx.thread_in_warpgroup()
     warp = ptx.add(ptx.mul(ptx.scalar(index), 4), ptx.div(thread, 32))
     return ptx.rem(thread, 32), ptx.mul(warp, 4)
@@ -204,7 +204,7 @@ def with_workspace(
 
 
 def grid_workspace(rows: int, buffer: ReductionBuffer) -> jax.Array:
-    """A tile counter, then for each row a word for each value of each rank.
+    """Returns a tile counter, then for each row a word for each value of each rank.
 
     All words are -1, which no value is: arithmetic makes only one NaN, 0x7fffffff.
     """
@@ -268,6 +268,6 @@ def grid_load(buffer: ReductionBuffer, words: jax.Ref, row: Index, slots: jax.Re
 
 
 def _word(buffer: ReductionBuffer, words: ir.Value, row: ir.Value, value_index: int, rank: ir.Value) -> ir.Value:
-    """The address of a rank's value of a row."""
+    """Returns the address of a rank's value of a row."""
     of_row = ptx.add(ptx.mul(row, buffer.num_values * buffer.num_ranks), 1)
     return ptx.word_address(words, ptx.add(ptx.add(of_row, value_index * buffer.num_ranks), rank))

@@ -237,7 +237,7 @@ def _wide(x: ir.Value) -> ir.Value:
 
 
 def _fragment(value: ir.Value, tile: RegisterTile, is_signed: bool | None) -> mgpu.FragmentedArray:
-    """A register array of the thread's one value."""
+    """Returns a register array of the thread's one value."""
     layout = tile.layout.reduce(1).to_mgpu()
     registers = np.empty(layout.registers_shape((tile.rows,)), dtype=object)
     assert registers.size == layout.vector_length == 1

@@ -77,11 +77,11 @@ class RegisterTile:
         return plgpu.Layout.TILED(tiling, warp_dims=(warp_dim,), lane_dims=lane_dims, vector_dim=-1)
 
     def full(self, value: float) -> jax.Array:
-        """A float32 array of `shape`. Its layout is given, because inferring it takes seconds."""
+        """Returns a float32 array of `shape`. Its layout is given, because inferring it takes seconds."""
         return plgpu.layout_cast(jnp.full(self.shape, value, jnp.float32), self.layout)
 
     def broadcast(self, per_row: jax.Array) -> jax.Array:
-        """`[rows]` to `shape`."""
+        """Broadcasts `[rows]` to `shape`."""
         per_row = plgpu.layout_cast(per_row, self.layout.reduce(1))
         return plgpu.layout_cast(jax.lax.broadcast_in_dim(per_row, self.shape, [0]), self.layout)
 
@@ -198,7 +198,7 @@ class RowPredicate:
         return vector.from_elements(ir.VectorType.get((4,), ptx.i32()), words)
 
     def row(self, base: ir.Value, row: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """The address of a row's first vector, the elements in it before the row, and the number of vectors."""
+        """Returns the address of a row's first vector, the elements in it before the row, and the number of vectors."""
         address = ptx.add(base, ptx.mul(arith.extsi(ptx.i64(), row), self.cols * self.tile.dtype.itemsize))
         if self.aligned:
             return address, ptx.c32(0), ptx.c32(self.cols // self.tile.vector)

@@ -50,7 +50,7 @@ def unsupported(
 
 
 def scratch(problem: Problem, config: GridConfig) -> dict[str, Any]:
-    """The shared memory of a CTA."""
+    """Returns the shared memory of a CTA."""
     cta_buffer, grid_buffer = _buffers(problem, config)
     return {
         **slice_scratch(problem, config),
@@ -62,12 +62,12 @@ def scratch(problem: Problem, config: GridConfig) -> dict[str, Any]:
 
 
 def shared_bytes(problem: Problem, config: GridConfig) -> int:
-    """The bytes of shared memory that Mosaic allocates for a CTA."""
+    """Returns the bytes of shared memory that Mosaic allocates for a CTA."""
     return allocated(scratch(problem, config))
 
 
 def _buffers(problem: Problem, config: GridConfig) -> tuple[ReductionBuffer, ReductionBuffer]:
-    """The buffers in which the warps of a CTA, and then the CTAs of a row, exchange their statistics."""
+    """Returns the buffers in which the warps of a CTA, and then the CTAs of a row, exchange their statistics."""
     num_values = row_ops.num_values(problem)
     return ReductionBuffer(4 * config.warpgroups, num_values), ReductionBuffer(config.ctas, num_values)
 

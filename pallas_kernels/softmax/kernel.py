@@ -90,7 +90,7 @@ class Operands:
         return cls(problem, inputs, of_rows, mask[0] if mask else None, tuple(rest))
 
     def label(self, row: Index) -> Index:
-        """The row's label; operations without labels have 0, which is not ignored."""
+        """Returns the row's label; operations without labels have 0, which is not ignored."""
         return self.of_rows[0][row] if self.of_rows else 0
 
     def label_operands(self, row: Index, tile: vectors.RegisterTile) -> LabelOperands | None:
@@ -215,7 +215,7 @@ class Operands:
 
 
 def allocated(scratch: Scratch) -> int:
-    """The bytes of shared memory that Mosaic allocates for a CTA: it rounds each array up to a KiB."""
+    """Returns the bytes of shared memory that Mosaic allocates for a CTA: it rounds each array up to a KiB."""
     sizes = [math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize for ref in jax.tree.leaves(scratch)]
     return sum(-(-size // 1024) * 1024 for size in (*sizes, REDUCTION_SCRATCH))
 

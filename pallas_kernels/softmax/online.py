@@ -66,7 +66,7 @@ def _partial_stats(
     warpgroups: int,
     warpgroup: Index,
 ) -> tuple[jax.Array, ...]:
-    """Each warp's statistics of its part of the row, one `[4]` array per value."""
+    """Returns each warp's statistics of its part of the row, one `[4]` array per value."""
     problem, chunk, tile = operands.problem, WARPGROUP * tile.registers, dataclasses.replace(tile, wraps=True)
     exp, steps = row_ops.exp_for(problem), _steps(problem, tile, warpgroups)
     empty = [jnp.full((4,), -jnp.inf, jnp.float32)] * row_ops.has_max(problem.op)

@@ -47,7 +47,7 @@ def unsupported(keys: jax.Array | jax.ShapeDtypeStruct, device: Device) -> str |
 
 
 def _load(ref: jax.Ref, first: jax.Array, width: int) -> jax.Array:
-    """Four rows as float32. Outside are NaN with all bits set, the least of all keys."""
+    """Loads four rows as float32. Outside are NaN with all bits set, the least of all keys."""
     rows, cols = ref.shape
     size, layout = jnp.dtype(ref.dtype).itemsize, _LAYOUT.to_mgpu()
 
@@ -193,7 +193,7 @@ def _body(keys_ref: jax.Ref, out_ref: jax.Ref, columns: jax.Ref, staged_keys: ja
 
 
 def run(keys: jax.Array, k: int, *, sorts: bool = False) -> jax.Array:
-    """The places of the `k` largest of `keys [..., cols]`, of equal ones the first: int32 `[..., k]`, ascending.
+    """Finds the places of the `k` largest of `keys [..., cols]`, of equal ones the first: int32, ascending.
 
     If it `sorts`, that of the largest key comes first; each of the `k` keys is compared with all of them. NaN is larger
     than all numbers, or smaller if its sign is set, and 0 is larger than -0.

@@ -57,7 +57,7 @@ def exp_for(problem: Problem) -> Exp:
 
 
 def has_max(op: Op) -> bool:
-    """Whether the operation exponentiates its first operand."""
+    """Says whether the operation exponentiates its first operand."""
     return OPERATIONS[op].has_max
 
 
@@ -83,7 +83,7 @@ def summands(op: Op, tiles: Tiles, maximum: jax.Array | None, exp: Exp) -> Tiles
 
 
 def combine(problem: Problem, a: Sequence[jax.Array], b: Sequence[jax.Array], exp: Exp) -> tuple[jax.Array, ...]:
-    """The statistics of two pieces of a row together, one array per value."""
+    """Returns the statistics of two pieces of a row together, one array per value."""
     if not has_max(problem.op):
         return tuple(x + y for x, y in zip(a, b, strict=True))
     decays = rescaled(problem)
@@ -96,7 +96,7 @@ def combine(problem: Problem, a: Sequence[jax.Array], b: Sequence[jax.Array], ex
 def merge(
     problem: Problem, partial: Sequence[jax.Array], layout: Any, exp: Exp, tile: vectors.RegisterTile
 ) -> RowStats:
-    """The row's statistics, once for each row of `tile`, from partial ones along axis 0, one array per value.
+    """Returns the row's statistics, once for each row of `tile`, from partial ones along axis 0, one array per value.
 
     `layout` is that of `partial`. All threads get the same values: rescaled sums, which lanes may round unlike, are
     those of one lane.
@@ -133,7 +133,7 @@ def _times_unit(problem: Problem, x: jax.Array) -> jax.Array:
 
 
 def neutral_if_ignored(stats: RowStats, label_operands: LabelOperands | None) -> tuple[jax.Array, ...]:
-    """The whole row's maximum and sums; ignored rows, which are not read, get 0, 1 and 0."""
+    """Returns the whole row's maximum and sums; ignored rows, which are not read, get 0, 1 and 0."""
     assert stats.max is not None
     own = (stats.max, *stats.sums)
     if label_operands is None:
@@ -177,7 +177,7 @@ def given(problem: Problem, label_operands: LabelOperands, rest: Sequence[jax.Ar
 def result(
     problem: Problem, tiles: Tiles, stats: RowStats, exp: Exp, broadcast: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """The operation's output for a tile; `broadcast` repeats a row's value over the tile."""
+    """Returns the operation's output for a tile; `broadcast` repeats a row's value over the tile."""
     of_tile = OPERATIONS[problem.op].result
     assert of_tile is not None, f"{problem.op} gives numbers of rows alone"
     first = tiles[0]
@@ -191,7 +191,7 @@ def _maximum(stats: RowStats) -> jax.Array:
 
 
 def at_labels(problem: Problem, stats: RowStats, label_operands: LabelOperands, exp: Exp) -> jax.Array:
-    """The gradient at the rows' labels."""
+    """Returns the gradient at the rows' labels."""
     assert stats.max is not None
     assert label_operands.weights is not None
     assert label_operands.logits is not None
@@ -210,7 +210,7 @@ def _soft_cap_grad(problem: Problem, out: jax.Array, z: jax.Array) -> jax.Array:
 
 
 def masked_output(op: Op) -> float:
-    """The output where the mask excludes an element."""
+    """Returns the output where the mask excludes an element."""
     return OPERATIONS[op].masked_output
 
 

@@ -59,7 +59,7 @@ class SharedConfig(Config):
         return self.warpgroups * WARPGROUP * self.registers
 
     def steps(self, vectors: int) -> int:
-        """Chunks in a CTA's slice of a row of that many vectors."""
+        """Counts the chunks in a CTA's slice of a row of that many vectors."""
         return -(-vectors // (self.ctas * self.chunk))
 
     def staged(self, vectors: int) -> int:
@@ -90,7 +90,7 @@ RegisterChunks = Sequence[Tiles]  # the operands' unconverted tiles, of each ste
 
 
 def copies(problem: Problem, config: SharedConfig) -> int:
-    """How many asynchronous copies bring a CTA's slice of a row."""
+    """Says how many asynchronous copies bring a CTA's slice of a row."""
     of_slice = config.staged(problem.max_vectors) if config.interleaved else 1
     return problem.operands * (of_slice + has_tails(problem, config))
 
@@ -140,7 +140,7 @@ class CtaSlice:
         return self.cta * self.vectors
 
     def chunk_start(self, step: Index) -> Index:
-        """The index in the row of the first vector of the CTA's chunk of a step."""
+        """Returns the index in the row of the first vector of the CTA's chunk of a step."""
         size, ctas = self.config.chunk, self.config.ctas
         return (step * ctas + self.cta) * size if self.config.interleaved else self.first + step * size
 
@@ -154,7 +154,7 @@ class CtaSlice:
         return dataclasses.replace(self.tile, wraps=is_ragged(self.problem))
 
     def at(self, step: jax.Array) -> Index:
-        """The index in the row of the first vector of this warpgroup's tile of a step."""
+        """Returns the index in the row of the first vector of this warpgroup's tile of a step."""
         if self.config.interleaved:
             return self.chunk_start(step) + self.warpgroup * (WARPGROUP * self.config.registers)
         return self.first + (step * self.config.warpgroups + self.warpgroup) * (WARPGROUP * self.config.registers)
@@ -280,7 +280,7 @@ class CtaSlice:
         return total
 
     def partial_stats(self, stage: Stage, row: jax.Array, register_chunks: RegisterChunks = ()) -> Partial:
-        """Each warp's statistics of its part of the row, one `[4]` array per value."""
+        """Returns each warp's statistics of its part of the row, one `[4]` array per value."""
         op, exp, tile = self.problem.op, row_ops.exp_for(self.problem), self.tile
         maximum, max_tile = [], None
         if row_ops.has_max(op):
@@ -383,12 +383,12 @@ class CtaSlice:
 
 
 def warps_buffer(problem: Problem, config: SharedConfig) -> ReductionBuffer:
-    """The buffer in which all warps of a cluster exchange their statistics."""
+    """Returns the buffer in which all warps of a cluster exchange their statistics."""
     return ReductionBuffer(4 * config.warpgroups * config.ctas, row_ops.num_values(problem))
 
 
 def slice_scratch(problem: Problem, config: SharedConfig, *stages: int) -> dict[str, Any]:
-    """Shared memory for the staged part of a CTA's slices and for their tails, of all operands."""
+    """Makes shared memory for the staged part of a CTA's slices and for their tails, of all operands."""
     staged = (*stages, config.staged(problem.max_vectors), config.warpgroups)
     tails = (*(stages or (1,)), problem.operands, VECTOR_BYTES // problem.dtype.itemsize)
     shape = (*staged, *RegisterTile(problem.dtype, config.registers).shape)
@@ -399,7 +399,7 @@ def slice_scratch(problem: Problem, config: SharedConfig, *stages: int) -> dict[
 
 
 def scratch(problem: Problem, config: StagedConfig) -> dict[str, Any]:
-    """The shared memory of a CTA; two barriers are the cluster's."""
+    """Returns the shared memory of a CTA; two barriers are the cluster's."""
     return {
         **slice_scratch(problem, config, config.stages),
         "slots": warps_buffer(problem, config).scratch,
@@ -408,7 +408,7 @@ def scratch(problem: Problem, config: StagedConfig) -> dict[str, Any]:
 
 
 def shared_bytes(problem: Problem, config: StagedConfig) -> int:
-    """The bytes of shared memory that Mosaic allocates for a CTA."""
+    """Returns the bytes of shared memory that Mosaic allocates for a CTA."""
     return allocated(scratch(problem, config))
 
 
