@@ -179,7 +179,7 @@ def patch(*, report: bool = False) -> Iterator[Calls]:
       `from jax.nn import softmax`, before or inside, under whatever name.
     - Functions of optax and Flax are served however they are held: as a default, in a layer, under another name.
       Neither library is imported for this; one that is imported inside is served too.
-    - What else holds one of JAX's functions keeps it: a layer, a `functools.partial`, a `jax.jit` or `jax.vmap` of it
+    - Other holders of one of JAX's functions keep it: a layer, a `functools.partial`, a `jax.jit` or `jax.vmap` of it
       that was made before, and JAX's own code.
     - A Pallas kernel whose body calls one of these cannot be compiled inside.
 

@@ -1,8 +1,12 @@
 """What the documents say is so: their Python runs, their links lead somewhere, their commands exist."""
 
+import ast
 import importlib
+import io
 import re
+import tokenize
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -139,18 +143,75 @@ def test_no_retired_words():
 
 # At the start of a sentence these words stand for a noun that the reader has to look for.
 RIDDLE = re.compile(r"(?:^|[.!?:;] |\| |^- |^\d+\. |\*\* )(?:What|Those|Of|The same)\b")
+# A docstring begins with a verb in -s that is none of these nouns, or has one of these verbs in its first sentence.
+VERB = re.compile(
+    r"\b(is|are|was|has|have|do|does|can|may|must"
+    r"|(give|take|run|read|write|make|know|need|say|add|get|keep|hold|compute|come|go|stand|lie|count|see|call|mean"
+    r"|become|use|follow|begin|end|stay|handle|arrive|work|leave)(e?s)?)\b"
+)
+NOUN = re.compile(
+    r"(rows|tiles|bytes|states|sums|columns|labels|integers|vectors|slots|losses|arrays|probabilities|weights|keys"
+    r"|operations|chunks|tokens|this|its|cross|as|operands|facts|types)\b"
+)
+# Modules that do not keep these two rules yet.
+RULES_LEFT = {
+    *(f"jaxsoftmax/_cross_entropy/{name}.py" for name in ("linear_kernel", "soft")),
+    *(
+        f"pallas_kernels/attention/{name}.py"
+        for name in ("backward", "backward_common", "backward_wide", "backward_xla")
+    ),
+    *(f"pallas_kernels/attention/{name}.py" for name in ("dispatch", "forward", "mask", "online_softmax", "pipeline")),
+    *(f"pallas_kernels/attention/{name}.py" for name in ("reference", "tile_scheduler")),
+    *(f"pallas_kernels/softmax/{name}.py" for name in ("dispatch", "reference")),
+    *(f"pallas_kernels/{name}.py" for name in ("linear_cross_entropy/forward", "mosaic/mbarrier", "mosaic/ptx")),
+}
 
 
 def riddles(text: str) -> list[str]:
-    """The beginnings of sentences that leave out their noun; of Markdown without its blocks of code."""
+    """Finds the beginnings of sentences that leave out their noun; in Markdown without its blocks of code."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     paragraphs = [" ".join(part.split()).lstrip("# ") for part in re.split(r"\n\s*\n|\n(?=[-|#\d])", prose)]
     return [part[found.start() :][:60] for part in paragraphs for found in RIDDLE.finditer(part)]
 
 
+def has_verb(docstring: str) -> bool:
+    sentence = re.split(r"[.;:](?: |$)", re.sub(r"`[^`]*`", "it", " ".join(docstring.split("\n\n")[0].split())))[0]
+    begins = re.match(r"[a-z]+s\b", sentence, re.IGNORECASE) and not NOUN.match(sentence.lower())
+    return bool(begins or VERB.search(sentence.lower()))
+
+
+def docstrings(source: str) -> Iterator[tuple[ast.AST, str]]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+            yield node, text
+
+
+def comments(source: str) -> str:
+    """Joins comments on lines that follow each other to paragraphs."""
+    found = [
+        token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type == tokenize.COMMENT
+    ]
+    texts, last = [], 0
+    for token in found:
+        texts.append(("" if token.start[0] == last + 1 else "\n\n") + token.string.lstrip("# "))
+        last = token.start[0]
+    return "\n".join(texts)
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_sentences_begin_with_their_noun(document):
     assert not riddles((ROOT / document).read_text())
+
+
+@pytest.mark.parametrize("module", sorted({*CODE} - RULES_LEFT))
+def test_sentences_of_code_begin_with_their_noun_and_functions_with_a_verb(module):
+    source = (ROOT / module).read_text()
+    assert not [text for _, docstring in docstrings(source) for text in riddles(docstring)] + riddles(comments(source))
+    functions = [(node, text) for node, text in docstrings(source) if isinstance(node, ast.FunctionDef)]
+    of_calls = [
+        (n.name, text) for n, text in functions if "property" not in " ".join(map(ast.unparse, n.decorator_list))
+    ]
+    assert not [(name, text) for name, text in of_calls if not has_verb(text) and not module.startswith("examples/")]
 
 
 @pytest.mark.parametrize(
@@ -165,6 +226,12 @@ def test_sentences_begin_with_their_noun(document):
 )
 def test_a_riddle_is_found(text):
     assert len(riddles(text)) == 1
+    assert riddles(comments(f"x = 1  # {text.splitlines()[-1].lstrip('-| a')}")) or "\n" in text
+
+
+def test_a_docstring_without_a_verb_is_found():
+    assert not [text for text in ("The sums: it is.", "Rows of `is`.", "Of what it\n\nis.") if has_verb(text)]
+    assert all(map(has_verb, ("Merges two states.", "The kernel\nreads it.", "`x` is cast.")))
 
 
 def test_the_version_has_an_entry_in_the_changelog():

@@ -48,7 +48,7 @@ KEY_HEADS = {name: operand.head_axis for name, operand in OPERANDS.items() if op
 
 
 def kernel_gradients(names: Collection[str], wanted: Collection[str]) -> list[str]:
-    """The operands whose gradients the backward kernel returns, in its order."""
+    """Names the operands whose gradients the backward kernel returns, in its order."""
     return [n for n in DIFFERENTIABLE if n in wanted or (n in names and not OPERANDS[n].gradient_on_request)]
 
 

@@ -158,7 +158,7 @@ class Part(NamedTuple):
     places: jax.Array | None  # where each run of keys went; None: nowhere
 
     def in_order(self, kind: str, x: jax.Array) -> jax.Array:
-        """A result, its keys as they were before they were sorted."""
+        """Puts a result's keys back as they were before they were sorted."""
         return x if self.places is None or kind not in ORDERED else _taken(kind, x, self.places)
 
 

@@ -61,7 +61,7 @@ def forward(problem: Attention, config: Passes, *operands: jax.Array) -> tuple[j
 
 
 def backward(problem: Attention, config: Passes, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """The gradients, as the backward kernels return them."""
+    """Returns the gradients, as the backward kernels return them."""
     names = operand_names(problem)
     arrays, (out, lse, d_out, d_lse) = dict(zip(names, operands, strict=False)), operands[len(names) :]
     delta = jnp.swapaxes((out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1), 1, 2)
