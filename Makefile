@@ -37,9 +37,8 @@ type: .venv-new/ready
 test-new: .venv-new/ready
 	.venv-new/bin/python $(PYTEST) -m "not gpu and not aot" --must-pass=slow
 
-# The library and its primitives: of each test's cases one in eight. For want of time the others, the binary, the
-# examples, documents, scripts, the interpreter, planted faults, and what stands in for kernels in tests that have a form
-# without it, are left to the newest.
+# The oldest JAX runs a sample, for want of time: one in eight of each test's cases; no binary, examples, documents,
+# scripts, interpreter, planted faults or stand-ins for kernels.
 test-old: .venv-old/ready
 	.venv-old/bin/python $(PYTEST) --one-in 8 -m "not gpu and not slow and not aot" \
 	  -k "not interpret and not stand-in and not mutant" --ignore=tests/benchmarks --ignore=tests/test_examples.py \

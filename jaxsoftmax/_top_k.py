@@ -190,11 +190,15 @@ def _pick(t: jax.Array, indices: jax.Array) -> jax.Array:
     return jax.shard_map(own, mesh=mesh, in_specs=(P(*spec), selected), out_specs=selected)(t, indices)
 
 
-# Rows that are ordered in one kernel; and, in reads of an element, what it costs to order one and to write a chunk's
-# state, and what each element costs more in chunks that begin anywhere, or do not fill a warp evenly, or are padded.
-_AT_ONCE, _VECTOR = 1024, 8
+_AT_ONCE = 1024  # elements of a row that one kernel orders
+_VECTOR = 8
 MOST_SORTED = 128  # by the kernel that selects them, which takes k^2 comparisons of a row
-_ORDER, _STATE, _UNALIGNED, _UNEVEN, _COPY = 4.0, 4.0, 0.5, 0.2, 2.0
+# Costs, in reads of an element.
+_ORDER = 4.0  # to order an element
+_STATE = 4.0  # to write a chunk's state
+_UNALIGNED = 0.5  # more for each element of chunks that begin anywhere
+_UNEVEN = 0.2  # more for each element of chunks that do not fill a warp evenly
+_COPY = 2.0  # more for each element of padded chunks
 
 # Comparisons up to which counting one row is faster than sorting it, and how much slower each is for several rows; in
 # comparisons, what one among the gathered candidates costs, a padded copy, and chunks that begin anywhere.

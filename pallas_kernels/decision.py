@@ -93,7 +93,7 @@ def decision(
 
 
 def by_card[T](topic: str, default: T) -> dict[str, T]:
-    """The tuned figures of a topic for each card in the file, which has the numbers that are not the defaults."""
+    """Reads a topic's figures by card; `tuned.json` stores only overrides of the defaults."""
     found = {}
     for card, topics in json.loads(TUNED.read_text()).items():
         try:

@@ -295,7 +295,7 @@ def sequence_notes(
     sizes: Mapping[str, int],
     results: Sequence[str] | None,
 ) -> tuple[str, ...]:
-    """Describes what devices that share a sequence do, if any, for results that a ring gives, or others (None)."""
+    """Makes notes for `explain`: gather or ring, and why. With `results=None` a ring cannot compute the results."""
     sharded = sharding(kinds, shapes, specs, sizes)
     parts = math.prod(sizes[name] for name in mesh_axes(sharded.queries))
     if sharded.queries is None:

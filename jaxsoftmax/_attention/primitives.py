@@ -66,7 +66,7 @@ BY_PART = {Part.FORWARD: FORWARD, Part.TANGENT: TANGENT, Part.GRADIENTS: GRADIEN
 def attend(operands: Operands, rules: Rules, implementation: str | None) -> tuple[jax.Array, jax.Array]:
     """Returns output `[*batch, T, N, D]` and logsumexp `[*batch, N, T]`."""
     names = operands.present
-    # Operands are bound sharded alike, as the gradients will be, after an operation that has a transpose.
+    # Reshard by an operation that has a transpose before binding, so that gradients get the operands' shardings.
     arrays = unify_varying(*unify_shardings(names, [getattr(operands, name) for name in names]))
     params: dict[str, Any] = {"names": names, "rules": rules, "implementation": implementation}
     # Checkpoint policies look for names in the primal computation.

@@ -377,7 +377,7 @@ class _Gradients:
     dtypes: tuple[Any, ...] = ()
 
     def travelled(self, sums: Sums) -> Sums:
-        """The sums, of which those of the block that is here were where it was before."""
+        """Passes gradients of keys one device on: they travel with their block."""
         pairs = zip(self.results, sums, strict=False)
         return tuple(self.pass_on(x) if kind in ORDERED else x for kind, x in pairs)
 

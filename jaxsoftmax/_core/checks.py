@@ -221,7 +221,7 @@ def no_kernel_for_complex(function: str, name: str) -> NotImplementedError:
 
 
 def broadcasting(function: str, name: str, array: jax.Array, want: Sequence[int], of: str = "x's") -> jax.Array:
-    """Returns `array` at the rank of `want`, to which it broadcasts; an error if it does not, or would enlarge it."""
+    """Adds leading 1s up to the rank of `want`; raises unless `array` broadcasts to `want`."""
     got = array.shape
     tail = want[len(want) - len(got) :]
     if len(got) > len(want) or any(g != 1 and g != w for g, w in zip(got, tail, strict=True)):

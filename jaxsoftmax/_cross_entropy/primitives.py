@@ -101,7 +101,7 @@ def zero_ignored(x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], ax
 def factors(
     known: Stats, labels: jax.Array, of_loss: jax.Array | None, of_lse: jax.Array | None, z_loss: float
 ) -> tuple[jax.Array, jax.Array]:
-    """By what the gradients of rows have their probabilities, and those of their labels."""
+    """Returns a and b of the rows' gradients `a * softmax - b * onehot(label)`."""
     read = labels != IGNORED
     of_q = jnp.zeros_like(known.sum) if of_loss is None else jnp.where(read, of_loss, 0.0)
     of_p = jnp.where(read, reference.weight_of_p(of_q, log_normalizer(known), z_loss), 0.0)

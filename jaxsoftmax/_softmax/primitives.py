@@ -334,7 +334,7 @@ def _across(op: Op, columns: Columns, rows: Callable[..., Any], *shards: jax.Arr
 
 
 def _neutral(op: Op, columns: Columns, shards: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """The operands with a mask of what is not padding or, where the operation takes none, neutral elements for it."""
+    """Masks padding columns; an operation without a mask gets its neutral element there."""
     first, *others = shards
     if not op.is_linear:
         return [first, *columns.within(others)]

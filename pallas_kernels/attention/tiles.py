@@ -127,7 +127,7 @@ def _split(x: jax.Array, groups: int) -> jax.Array:
 
 
 def spread(x: jax.Array, groups: int, length: int) -> jax.Array:
-    """`[*batch, N, t, n]` as `[*batch, K, R, n]`, where N and t may be 1; both are if what results is the same."""
+    """Works as `by_rows` on `[*batch, N, t, n]`, whose N and t may be 1; R is 1 if both are."""
     x = jnp.swapaxes(grouped(x, groups, -3), -3, -2)
     if x.shape[-3:-1] != (1, 1):
         x = jnp.broadcast_to(x, (*x.shape[:-3], length, groups, x.shape[-1]))
