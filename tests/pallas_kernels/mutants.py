@@ -307,8 +307,8 @@ choices and checks, one place at a time, and runs the tests that `tests/mutation
 sample of each module's mutants, every time with the same seed; mutants that do not import do not count. The score is
 the share that is killed of the mutants that are not equivalent to the module. After each part of the sample, tests were
 written for the faults that had survived. A part's score on its first trial therefore says more of other mutants: 61 %
-of the first 120 mutants, 83 % of the next 123, {last.share:.1%} of the last
-{last.sample - last.equivalent}. `tests/mutation.toml` names the survivors, each with the reason why it may survive.
+of the first 120 mutants, 83 % of the next 123, and {last.share:.1%} of the last part.
+`tests/mutation.toml` names the survivors, each with the reason why it may survive.
 
 | module | mutants | equivalent | killed | score | last part, first trial |
 |---|---|---|---|---|---|
