@@ -45,7 +45,7 @@ OPS = tuple(dict.fromkeys((*(case.op for case in cases.TABLE.cases), *calls.FUNC
 
 
 class Topic(NamedTuple):
-    """What can be asked of rows or of attention."""
+    """Cases, implementations and defaults of rows or of attention."""
 
     cases: types.ModuleType
     impls: tuple[str, ...]
@@ -75,7 +75,7 @@ flags.DEFINE_list(
     "tag", [], "Tags; default 'core' of attention; of rows, without a filter, 'standard' on a GPU, 'smoke' elsewhere."
 )
 _OF = [", ".join((*topic.impls, *topic.libraries)) for topic in (ROWS, HEADS)]
-flags.DEFINE_list("impl", [], f"Of rows: {_OF[0]}, kernel:NAME:FIELD=VALUE. Of attention: {_OF[1]}.")
+flags.DEFINE_list("impl", [], f"Rows: {_OF[0]}, kernel:NAME:FIELD=VALUE. Attention: {_OF[1]}.")
 flags.DEFINE_integer("rounds", None, "Interleaved rounds; default 5 of rows, 3 of attention.", lower_bound=1)
 flags.DEFINE_integer("seed", 0, "Seed of the inputs and of --tag=sample.")
 flags.DEFINE_string("json", None, "Where to write results, after each case.")
@@ -198,7 +198,7 @@ def _measured(
 
 
 def _topic(chosen: Sequence[runner.Case], options: impls.Options) -> str | None:
-    """What keeps results apart in the documents: attention, tags that are measured apart, and trees."""
+    """Names the topic that keeps results apart in the documents: attention, tags measured apart, and trees."""
     tags = {tag for case in chosen for tag in case.tags}
     words = [ATTENTION] * any(case.op == ATTENTION for case in chosen)
     words += [tag for tag in {**call_cases.TABLE.apart, **attention_cases.TABLE.apart} if tag in tags]

@@ -1,4 +1,4 @@
-"""What is measured of attention: named cases, what each computes, and its arithmetic.
+"""Names the measured cases of attention, and says what each computes and with how many operations.
 
 Tags: `core` (the cells that decide, a few minutes on an H100), `grid` (forward and backward of every length, head
 dimension, full and causal, and of grouped and unequal heads), `rest` (the grid's lengths that `core` leaves out),
@@ -247,7 +247,7 @@ def square(length: int, dim: int, kind: str) -> Shape:
 
 
 def problem_of(problems: Any, shape: Shape, backward: bool) -> Any:
-    """What is asked of kernels for a call, in the classes of a tree's module `problems`."""
+    """Makes the kernels' problem of a call, in the classes of a tree's module `problems`."""
     lengths = shape.query_length, shape.length
     mask = {"mask": (shape.batch, 1, *lengths)}
     bias = {"bias": (1, shape.heads, *lengths), "bias_dtype": jnp.dtype(shape.dtype), "bias_gradient": backward}
@@ -271,7 +271,7 @@ def parse(name: str) -> AttentionCase | None:
 
 
 def _declared() -> list[AttentionCase]:
-    """Those that decide first."""
+    """Returns the cases that decide first."""
     squares = [square(*cell) for cell in itertools.product(LENGTHS, DIMS, ("full", "causal"))]
     found = []
     for shape, pass_ in itertools.product((*squares, *map(Shape.parse, _OTHERS)), PASSES):

@@ -55,7 +55,7 @@ def _some_ignored(case: "CallCase", y: jax.Array) -> jax.Array:
 
 
 def _of_head(case: "CallCase", keys: Iterator[jax.Array]) -> Arrays:
-    """Of tokens, features and vocabulary."""
+    """Makes operands by tokens, features and vocabulary."""
     m, e, v = case.shape
     hidden, weight = (jax.random.normal(next(keys), shape, case.dtype) for shape in ((m, e), (e, v)))
     labels = jax.random.randint(next(keys), (m,), 0, v, jnp.int32)
@@ -63,7 +63,7 @@ def _of_head(case: "CallCase", keys: Iterator[jax.Array]) -> Arrays:
 
 
 def _of_attention(case: "CallCase", keys: Iterator[jax.Array]) -> Arrays:
-    """Of sequences, queries, keys, heads of queries and of keys, and head dimension; every query sees a key."""
+    """Makes operands by sequences, queries, keys, heads of both, head dimension; every query sees a key."""
     b, t, s, n, k, h = case.shape
     arrays = [jax.random.normal(next(keys), shape, case.dtype) for shape in ((b, t, n, h), (b, s, k, h), (b, s, k, h))]
     made = {
@@ -77,7 +77,7 @@ def _of_attention(case: "CallCase", keys: Iterator[jax.Array]) -> Arrays:
 
 
 def _of_pages(case: "CallCase", keys: Iterator[jax.Array]) -> Arrays:
-    """Of sequences, heads of queries and of keys, pages of a sequence, positions of a page, and head dimension."""
+    """Makes operands by sequences, heads of queries and keys, pages, positions of a page, head dimension."""
     b, n, k, entries, size, h = case.shape
     query = jax.random.normal(next(keys), (b, n, h), case.dtype)
     pages = [jax.random.normal(next(keys), (k, b * entries, size, h), case.dtype) for _ in range(2)]

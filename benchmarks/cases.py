@@ -1,4 +1,4 @@
-"""What is measured: a table of named cases, how to select among them, and the cases of rows.
+"""A table has the measured cases by name, selects among them, and has the cases of rows.
 
 `benchmarks.attention_cases` has those of attention, in a table of the same kind. Tags of rows: `core` (under two
 minutes on an H200), `standard` (all that the README's claims need), `extended` (more dtypes), `smoke` (what a CPU runs
@@ -36,7 +36,7 @@ HTILE = (
 )
 VOCABULARIES = {32000: ("Llama-2", 8192), 50257: ("GPT-2", 8192), 128256: ("Llama-3", 8192), 151936: ("Qwen", 4096)}
 TOP_K = ("k1", "k8", "k64")
-# What a call is given by name, by the end of the case's name.
+# A call's arguments by name, by the end of the case's name.
 OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
     "smoothed_capped": {"label_smoothing": 0.1, "z_loss": 1e-4, "logits_soft_cap": 30.0},
@@ -166,7 +166,7 @@ class RowCase:
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """What is to be computed, as one would ask kernels for it, in order."""
+        """Returns the operations to compute, as one would ask kernels for them, in order."""
         forward = Op.STATS if self.op in ("logsumexp", "top_k") else Op(self.op)
         backward = {"softmax": Op.SOFTMAX_TANGENT, "log_softmax": Op.LOG_SOFTMAX_COTANGENT}.get(self.op)
         ops = {"fwd": (forward,), "call": (forward,), "bwd": (backward,), "value_and_vjp": (forward, backward)}

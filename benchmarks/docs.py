@@ -32,7 +32,7 @@ _MARKER = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
 class Target(NamedTuple):
-    """What is promised of rows: the worst `metric` over the selected cases is at least `must`, hopefully `goal`.
+    """Promises for rows that the worst `metric` over the selected cases is at least `must`, hopefully `goal`.
 
     A wrong case counts 0. With `at_most`, the metric is a cost: the worst is the largest, and a wrong one counts
     infinity. `metric` is a function of the entry of ours, the record and all results.
@@ -239,7 +239,7 @@ class Line(NamedTuple):
 
 
 def measured_lines(results: Results) -> list[Line]:
-    """What was measured of each operation, on each card."""
+    """Collects the measurements of each operation, on each card."""
     lines: list[Line] = []
     for label, (op, *_) in LINES.items():
         records = [record for record in results.records() if line_of(record["case"]) == label]

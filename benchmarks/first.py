@@ -1,4 +1,4 @@
-"""What a call costs before its first result: seconds to trace, lower and compile it.
+"""Measures a call before its first result: seconds to trace, lower and compile it.
 
 A call of another shape is traced and lowered first, so that modules are imported and MLIR's dialects loaded, and then
 JAX's caches are cleared: what is left is what each new shape costs that a program meets. Nothing runs.

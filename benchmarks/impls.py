@@ -1,8 +1,8 @@
-"""What is compared in JAX's own process, of rows and of attention: it builds programs, and times nothing.
+"""Builds the programs of JAX's own process, of rows and of attention, and times nothing.
 
 `--tree=before=../before --impl=before,now,now:stages=1:scheduler=dynamic` adds attention's kernels as source trees have
-them: a tree as it is, this one, and this one with another config. What is timed of a tree is the kernel with XLA's
-share before and after it, and of a backward pass that from the residuals of a forward pass of the same tree.
+them: a tree as it is, this one, and this one with another config. A tree's time is that of the kernel with XLA's
+share before and after it, and for a backward pass that from the residuals of a forward pass of the same tree.
 """
 
 import ast

@@ -1,12 +1,12 @@
-"""What every measurement goes by: the gate, whether a result is right, and then the clock.
+"""Every measurement goes by this: the gate, whether a result is right, and then the clock.
 
 The gate
-  Of softmax and losses, sampled rows (the first and last always; all rows of small cases) are compared with NumPy
+  Sampled rows of softmax and losses (the first and last always; all rows of small cases) are compared with NumPy
   float64 under the project's one rule, error <= 2 x the error of XLA in the same dtype + 1 unit in the last place,
   relative to the true value; and every row is compared on the device, more loosely, with XLA in float32, so that no row
   can be missing.
 
-  Of attention, every head of every sequence is compared on the device with float32. The rule is FlashAttention's, for
+  Every head of every sequence of attention is compared on the device with float32. The rule is FlashAttention's, for
   each head: the error is at most twice that of XLA in 16 bits, plus half a unit of the dtype. Errors are root mean
   squares, relative to the truth's; the worst row counts by a sixteenth, lest it be lost in the mean of thousands.
 
@@ -65,7 +65,7 @@ _ASSUMED_BYTES_PER_SECOND = 3e12
 
 
 def compiled_truth(case: RowCase | CallCase | AttentionCase, specs: tuple[Any, ...], graded: bool) -> Any:
-    """What knows the truth of a case: the check of rows or of a call, or attention, with its gradients if `graded`."""
+    """Makes the check of a case: of rows, of a call, or of attention, with its gradients if `graded`."""
     if isinstance(case, CallCase):
         outputs = jax.eval_shape(impls.of_call(case, STOCK).function, *specs)
         check = jax.jit(functools.partial(_call_errors, case))
@@ -180,9 +180,9 @@ def _off(got: jax.Array, want: jax.Array, size: jax.Array, dtype: str) -> jax.Ar
 
 
 def _call_errors(case: CallCase, operands: tuple[jax.Array, ...], got: Any, xla: Any) -> dict[str, jax.Array]:
-    """Of each output, `[2, 1, 1]`: the errors of what is judged and of XLA's, by the rows of its last axis.
+    """Returns each output's errors, `[2, 1, 1]`: of the judged one and of XLA's, by the rows of its last axis.
 
-    The truth is what `jax.nn` computes in float32.
+    The truth is `jax.nn` in float32.
     """
     widened = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in operands]
     with jax.default_matmul_precision("highest"):
@@ -228,7 +228,7 @@ def attention(
 
 @jax.jit(static_argnames="shape")
 def _head_errors(shape: Shape, got: Mapping[str, jax.Array], truths: Mapping[str, tuple[jax.Array, jax.Array]]) -> Any:
-    """Of each output, the errors of what is judged and of XLA's in 16 bits, `[2, batch, heads]`."""
+    """Returns each output's errors, of the judged one and of XLA's in 16 bits, `[2, batch, heads]`."""
 
     def pair(name: str) -> jax.Array:
         want, xla = truths[name]

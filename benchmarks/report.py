@@ -11,7 +11,7 @@ from benchmarks import attention_cases
 from benchmarks import results as measured
 from benchmarks.results import NOT_MEASURED, Record, Results, Run
 
-# What a line says of an implementation, in this order, where its entry has it.
+# A line's facts of an implementation, in this order, where its entry has them.
 _FACTS = {
     "min_us": "from {:.1f}",
     "max_us": "to {:.1f}",
@@ -207,7 +207,7 @@ def attention_runs(results: Results) -> str:
 
 
 def attention_promises(results: Results) -> str:
-    """What was promised of attention, beside what each run measured; and the newer JAX beside the older one."""
+    """Puts the promises for attention beside the measurements of each run, and the newer JAX beside the older."""
     runs = measured.attention_runs(results.folder)
     rows, versions = [], []
     for run, pass_ in itertools.product(runs, PASSES):
@@ -372,7 +372,7 @@ def linear(results: Results) -> str:
 
 
 def linear_memory(results: Results) -> str:
-    """What the gradients of a loss without logits take, and those of whole logits, where these take the most."""
+    """Says how much memory gradients take without logits, and with whole logits, where these take the most."""
     needed = lambda record, name: record["impls"].get(name, {}).get("temp_bytes") or 0
     records = itertools.chain(*linear_records(results).values())
     records = [record for record in records if record["case"]["pass_"] == "gradient"]

@@ -1,4 +1,4 @@
-"""What every process that measures agrees on, without JAX: what is right, how fast it is, and result files.
+"""Every process that measures uses this, without JAX: verdicts, speeds, and result files.
 
 A result file has a header and records; what is asked of them is the newest measurement of each case, and comparisons.
 """
@@ -71,7 +71,7 @@ class Verdict:
         return self.error <= self.allowed and self.every_row <= 1.0  # false for NaN
 
     def entry(self) -> dict[str, Any]:
-        """What a result file says of an implementation with this verdict; it is timed if "ok"."""
+        """Makes the entry of an implementation with this verdict in a result file; it is timed if "ok"."""
         if self.output:
             error = self.error if math.isfinite(self.error) else None
             facts = {"error": error, "plain_error": self.xla_error, "allowed_error": self.allowed}
@@ -214,7 +214,7 @@ def attention_runs(folder: pathlib.Path = FOLDER, topic: str = "attention") -> l
 
 
 class Results:
-    """What the result files of rows on `CARD` say."""
+    """Reads the result files of rows on `CARD`."""
 
     def __init__(self, folder: pathlib.Path = FOLDER):
         self.folder, self.runs = folder, topic_runs(None, folder, CARD)
@@ -222,7 +222,7 @@ class Results:
     def case(self, name: str) -> dict[str, Any] | None:
         """The newest run of "ours" on a case, with XLA if there is one, and the newest of torch's libraries beside it.
 
-        Those may come from another run, as they are compared by shares of each process's own copy.
+        Libraries may come from another run, as they are compared by shares of each process's own copy.
         """
         known = [run.records[name] for run in self.runs if name in run.records]
         ours = [record for record in known if "ours" in record["impls"]]

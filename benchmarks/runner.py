@@ -157,7 +157,7 @@ class Bench:
         return self._held[1:]
 
     def _checked(self, case: Case, name: str, operands: Any, truths: Any) -> tuple[Entry, list[protocol.Variant]]:
-        """What is known of an implementation before it is timed, and what to time if it is right."""
+        """Checks an implementation before it is timed, and returns the programs to time if it is right."""
         found: Any = self._programs[case, name]
         if "status" in found:
             return dict(found), []
@@ -222,7 +222,7 @@ class Bench:
         return clock, timings, ceilings
 
     def _time_calls(self, case: Case, schedule: Sequence[protocol.Variant], buffers: int) -> tuple[str, Any, Any]:
-        """What one small call costs on the host, and then in a loop, both by wall clock."""
+        """Times one small call on the host, and then in a loop, both by wall clock."""
         timings = {}
         for program, launches in (("call", _CALLS), ("loop", 1)):
             mine = [variant for variant in schedule if variant.name.endswith(f":{program}")]
@@ -232,7 +232,7 @@ class Bench:
 
 
 def _key(case: Case) -> Any:
-    """What is computed: passes of attention have programs in common."""
+    """Names the computation: passes of attention have programs in common."""
     return case.shape if isinstance(case, AttentionCase) else case
 
 
@@ -403,7 +403,7 @@ def mosaic_read(x: jax.Array) -> jax.Array:
 
 
 def read_variant(size: int) -> tuple[protocol.Variant, int]:
-    """What reads `size` bytes and writes a few, and how many both are; XLA's sum where there is no GPU."""
+    """Makes a program that reads `size` bytes and writes a few, and counts both; XLA's sum without a GPU."""
     shape = READ_BLOCKS * max(1, size // (4 * _COLS * READ_BLOCKS)), _COLS
     x = jax.random.randint(jax.random.key(2), shape, 0, 1000, jnp.int32)
     by_xla = jax.jit(lambda x: x.reshape(-1, READ_BLOCKS, _COLS).sum(1))

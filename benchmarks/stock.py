@@ -1,6 +1,6 @@
 """The functions of `jaxsoftmax` as `jax.nn` has them, or as programs write them around it.
 
-What `jax.nn` has no option for is written in the way that XLA fuses best. Losses are in the logits' dtype.
+Options that `jax.nn` lacks are written in the way that XLA fuses best. Losses are in the logits' dtype.
 """
 
 import functools

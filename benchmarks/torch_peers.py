@@ -4,7 +4,7 @@
 standard input, each answered by one line on standard output. The programs of a case interleave round-robin, ten
 launches to a pair of events (short ones as a CUDA graph, so that the host's pace does not count), with buffers rotated
 as on JAX's side. This process measures its own copy or matrix product, so that shares of it compare across processes.
-Of a loss, "value_and_grad" is what a library does in the fewest passes, so quack's kernel that writes the gradient of
+For a loss, "value_and_grad" is the library's way with the fewest passes, so quack's kernel that writes the gradient of
 the sum; "value_and_grad_mean" is the mean loss and its gradient by autograd. torch.compile is given static shapes,
 afresh for each case. Attention is judged as `benchmarks.protocol` judges, and timed as on JAX's side.
 """
@@ -81,7 +81,7 @@ def measure(torch: Any, case: Case, names: Sequence[str], rounds: int, call_of: 
 
 
 def _checked(call: Any, name: str) -> tuple[dict[str, Any], dict[str, Launch]]:
-    """What is known of a peer before it is timed, and what to time if it is right."""
+    """Checks a peer before it is timed, and returns the programs to time if it is right."""
     try:
         entry, programs = call.checked(name)
     except ImportError as error:
@@ -214,7 +214,7 @@ def _row_operands(torch: Any, case: Case) -> tuple[Any, ...]:
 
 
 def _peer(torch: Any, name: str, case: Case) -> tuple[Callable[..., Any], Callable[..., tuple[Any, ...]]]:
-    """What to time, and how its arguments come from a case's operands: copies of logits that Liger writes over."""
+    """Returns the program to time, and how to make its arguments: copies of logits that Liger writes over."""
     op, pass_ = case["op"], case["pass"]
     if op == "top_k":
         return _torch(torch, name, lambda x: torch.topk(torch.softmax(x, -1), case["options"]["k"])), lambda x: (x,)

@@ -71,7 +71,7 @@ SUBJECTS = (
 
 
 class Search:
-    """What figures choose for cases on a device, and which figures are best by the times of what they choose."""
+    """Configs that figures choose for cases on a device, and the figures that are best by their times."""
 
     def __init__(self, subject: Subject, cases: Iterable[Case], device: Device):
         self.subject, self.device = subject, device
@@ -167,7 +167,7 @@ def measure(configs: Mapping[Case, list[str]]) -> Times:
 
 
 def _cases(topic: program.Topic) -> Iterable[Any]:
-    """Those that the flags select, each once; a case of both passes of attention stands for the backward pass."""
+    """Selects cases by the flags, each once; a case of both passes of attention stands for the backward pass."""
     cases = program.selected(topic)
     if topic is program.HEADS:
         cases = [dataclasses.replace(case, pass_="fwd" if case.pass_ == "fwd" else "bwd") for case in cases]
