@@ -167,7 +167,9 @@ def _run(rules: Rules, operands: Operands, local: jax.Array, weights: Any = None
     from pallas_kernels.linear_cross_entropy import forward as kernel
 
     problem = _problem(rules, operands, weights)
-    return kernel.run(problem, dispatch.config(problem, hardware.current()), operands["hidden"], operands["weight"], local, **given)
+    return kernel.run(
+        problem, dispatch.config(problem, hardware.current()), operands["hidden"], operands["weight"], local, **given
+    )
 
 
 def numbers(rules: Rules, operands: Operands, local: jax.Array) -> Operands:

@@ -1,7 +1,8 @@
 """Cross entropy with probabilities: `loss = sum(t * (max + log(sum) - x))` from the state that a kernel finds.
 
-A forward pass that XLA computes alone is a primitive of its own, `loss = -sum(t * log_softmax(x))`, which XLA reads
-once. The primitive's derivative is that of the loss from the states.
+A loss that XLA computes alone is a primitive of its own, `loss = -sum(t * log_softmax(x))`, which XLA reads once. The
+primitive's derivative is that of the same formula where all of the operands stay in a GPU's cache, and otherwise that
+of the loss from the states.
 """
 
 import functools
@@ -67,8 +68,18 @@ def _from_states(x: jax.Array, target: jax.Array, stats: Stats, mask: Sequence[j
 
 
 def _in_one_pass(x: jax.Array, target: jax.Array, *, axes: Axes, **_: Any) -> list[jax.Array]:
+    return [_alone(_formula(x, target, axes))]
+
+
+def _formula(x: jax.Array, target: jax.Array, axes: Axes) -> jax.Array:
     y = reference.log_softmax(x.astype(reference.accumulator_dtype(x.dtype)), axes=axes)
-    return [jnp.where(_absent(x, target), 0.0, -target.astype(y.dtype) * y).sum(axes)]
+    # Of an element without a share, the derivative by its target is 0 too.
+    return (-target.astype(y.dtype) * jnp.where(_absent(x, target), 0.0, y)).sum(axes)
+
+
+def _alone(loss: jax.Array) -> jax.Array:
+    """Keeps XLA from making one sum of the sum over a row and the mean over rows, for which it would write all `y`."""
+    return jax.lax.optimization_barrier(loss)
 
 
 def _absent(x: jax.Array, target: jax.Array) -> jax.Array:
@@ -77,7 +88,7 @@ def _absent(x: jax.Array, target: jax.Array) -> jax.Array:
 
 
 def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    """Computes the loss from the states, of which the derivative is made."""
+    """Computes the loss again, by what the derivative is made of."""
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
     if not moving:
         out = _IN_ONE_PASS.bind(*primals, **params)
@@ -85,10 +96,12 @@ def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -
 
     def loss(*moved: jax.Array) -> jax.Array:
         operands = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))
+        if primals[0].size <= _FUSED_ELEMENTS:
+            return _formula(*operands.values(), params["axes"])
         return _by_states(*operands.values(), **params)
 
     out, slope = jax.jvp(loss, [primals[i] for i in moving], [tangents[i] for i in moving])
-    return [out], [slope]
+    return [_alone(out)], [slope]
 
 
 define_over_rows(_IN_ONE_PASS, lambda **_: ("reduced",))

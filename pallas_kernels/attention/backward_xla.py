@@ -94,7 +94,7 @@ def what_is_seen(problem: Attention, config: AnyBackwardConfig, ops: SimpleNames
     blocks, seen = (config.block_kv, config.block_q), []
     if problem.mask:
         found["mask"] = mask.pack_bits(ops.mask, 2)
-        seen.append(mask.bitmask_blocks(found["mask"], 2, problem.mask[2], *blocks))
+        seen.append(mask.blocks_of_mask(problem, found["mask"], 2, problem.mask[2], *blocks))
     if problem.segments:
         seen.append(mask.segment_blocks(ops.key_segments, ops.query_segments, *blocks))
     if problem.positions:

@@ -64,6 +64,12 @@ class Thresholds:
     backward_tile_us: float = 5.0
     head_split_factor: float = 1.05  # of the time of a backward pass with split heads
     short_gradient: int = 12  # tokens up to which XLA computes gradients of wide heads faster
+    short_gradient_of_many: int = 20  # the same where something is masked, or heads are many
+    short_bias: int = 16  # queries and keys up to which XLA adds a bias to many heads faster
+    masked_logits: int = 2**13  # of all heads, up to which XLA is faster where there is a mask
+    padded_logits: int = 2**9  # the same where there are lengths
+    small_gradient: int = 2**15  # the same of gradients with a mask, a bias or lengths
+    dropped_logits: int = 3 * 2**20  # the same where there is dropout
     dynamic_rows: int = 8192  # queries of a tile of keys up to which bounded ones are scheduled dynamically
     dynamic_ordered_tiles: int = 8  # tiles of keys up to which ordered ones are scheduled dynamically
     cached_mib: int = 32  # of L2, for what the heads that run at one time read and add to
@@ -81,14 +87,29 @@ def thresholds(device: Device) -> Thresholds:
 
 def _xla_is_faster(problem: Attention, device: Device) -> str | None:
     """Why no kernel should take a problem that one could take, or None."""
-    plain = problem.bias is None and not (problem.has_data_mask or problem.query_lengths or problem.key_lengths)
-    if not plain or problem.batch_invariant:
+    figures, heads = thresholds(device), problem.batch * problem.query_heads
+    if problem.batch_invariant or problem.page_size:
         return None
-    if problem.op is Op.FORWARD and problem.key_length == 1 and not problem.sinks:
-        return "the output is the value of the only key, which XLA copies faster"
-    longest = max(problem.query_length, problem.key_length)
-    short = problem.op is Op.BACKWARD and longest <= thresholds(device).short_gradient
-    if short and problem.head_dim > 128 and problem.batch * problem.key_heads > device.sm_count:
+    logits, longest = heads * problem.query_length * problem.key_length, max(problem.query_length, problem.key_length)
+    if problem.keep is not None and logits <= figures.dropped_logits:
+        return "dropout takes two passes of a kernel, and XLA computes so few logits in less time"
+    some_seen = problem.mask is not None or problem.query_lengths or problem.key_lengths
+    if problem.op is Op.FORWARD:
+        if problem.key_length == 1 and not problem.sinks:
+            return "the output is the value of the only key, which XLA copies faster"
+        few = figures.masked_logits if problem.mask is not None else figures.padded_logits
+        if some_seen and problem.group == 1 and logits <= few:
+            return "XLA computes so few logits in less time than a kernel's mask, or lengths, take to prepare"
+        if problem.bias is not None and longest <= figures.short_bias and heads > 4 * device.sm_count:
+            return f"each of {heads} heads reads its own bias, a tile of which is mostly padding"
+        return None
+    padded = longest <= figures.short_gradient
+    if padded and problem.head_dim > 128 and problem.batch * problem.key_heads > device.sm_count:
+        return "a tile of 64 keys and 64 queries is mostly padding, and XLA computes such short gradients faster"
+    is_given = some_seen or problem.bias is not None
+    if is_given and problem.group == 1 and logits <= figures.small_gradient:
+        return "XLA computes so few logits in less time than a kernel's mask, bias or lengths take to prepare"
+    if longest <= figures.short_gradient_of_many and (some_seen or heads > 4 * device.sm_count):
         return "a tile of 64 keys and 64 queries is mostly padding, and XLA computes such short gradients faster"
     return None
 

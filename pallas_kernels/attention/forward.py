@@ -597,7 +597,7 @@ def addressable(problem: Attention, config: ForwardConfig, arrays: dict[str, jax
     if "mask" in arrays:
         columns = arrays["mask"].shape[3]
         arrays["mask"] = mask.pack_bits(arrays["mask"], 3)
-        found.append(mask.bitmask_blocks(arrays["mask"], 3, columns, *blocks))
+        found.append(mask.blocks_of_mask(problem, arrays["mask"], 3, columns, *blocks))
     if "query_segments" in arrays:
         found.append(mask.segment_blocks(arrays["query_segments"], arrays["key_segments"], *blocks))
     if "query_positions" in arrays:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import hardware
 from pallas_kernels.attention.problem import Attention, ForwardConfig
 
 Int = jax.Array | int
@@ -213,6 +214,17 @@ def pack_bits(mask: jax.Array, axis: int) -> jax.Array:
     of_word = (lax.index_in_dim(octets, j, axis + 1, False).astype(jnp.uint32) << 8 * j for j in range(4))
     words = functools.reduce(jnp.bitwise_or, of_word)
     return jnp.moveaxis(words, {3: 2, 2: 4}[axis], rows)
+
+
+def blocks_of_mask(
+    problem: Attention, words: jax.Array, axis: int, columns: int, block_rows: int, block_columns: int
+) -> BlockMask:
+    """The blocks of `bitmask_blocks`, or all, not full, where they are so few that finding them takes longer."""
+    blocks = -(-problem.query_length // 64) * -(-problem.key_length // 64)
+    if problem.batch * problem.query_heads * blocks > 8 * hardware.current().sm_count:
+        return bitmask_blocks(words, axis, columns, block_rows, block_columns)
+    shape = 1, 1, -(-words.shape[AXES[axis][0]] // block_rows), -(-columns // block_columns)
+    return BlockMask(jnp.ones(shape, bool), jnp.zeros(shape, bool))
 
 
 def bitmask_blocks(words: jax.Array, axis: int, columns: int, block_rows: int, block_columns: int) -> BlockMask:

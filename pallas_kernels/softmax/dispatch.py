@@ -50,6 +50,7 @@ class Thresholds:
     gradient_cols: int = 12
     gradient_rows: int = 40
     gradient_rows_cols: int = 256
+    nearly_narrow_cols: int = 14
     narrow_cols: int = 32
     small_elements: int = 2**19
     small_cols: int = 8192
@@ -285,7 +286,8 @@ def _left_to_xla(problem: Problem, device: Device) -> str | None:
         return "one thread of XLA's reads so short a row"
     if op is Op.CROSS_ENTROPY_GRADIENT and problem.rows <= t.gradient_rows and cols >= t.gradient_rows_cols:
         return "XLA shares so few rows among more SMs"
-    if op in (Op.SOFTMAX, Op.LOG_SOFTMAX) and narrow and reference.SHORT_COLS < cols <= t.narrow_cols:
+    rows_alone = op in (Op.SOFTMAX, Op.LOG_SOFTMAX) and t.nearly_narrow_cols <= cols <= t.narrow_cols
+    if narrow and (rows_alone or (op.gives_rows and t.nearly_narrow_cols <= cols < 16)):
         return "XLA has fewer instructions for such rows"
     is_small = problem.elements <= t.small_elements and cols <= t.small_cols
     few_ragged = problem.rows <= 2 * device.sm_count and not _whole_vectors(problem)

@@ -33,6 +33,7 @@ SHORT_COLS = 15  # one thread reads a row that is so short
 _MANY_ELEMENTS = 2**23  # in 16 bits, with so many elements it is faster to find the states of such rows first
 _WIDENED_COLS = 512
 _STRIDE = 32  # of longer rows with at least so many elements between neighbours, the state is found in one reduction
+_BEYOND_CACHE = 2**22  # elements up to which L2 holds the operand, and reading it again costs little
 
 
 def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
@@ -150,7 +151,13 @@ def _stride(shape: Sequence[int], axes: Axes) -> int:
 
 
 def _in_one_pass(shape: Sequence[int], axes: Axes) -> bool:
-    return _stride(shape, axes) >= _STRIDE and math.prod(shape[d] for d in axes) > SHORT_COLS
+    is_long = _stride(shape, axes) >= _STRIDE and math.prod(shape[d] for d in axes) > SHORT_COLS
+    return is_long and _is_beyond_cache(shape)
+
+
+def _is_beyond_cache(shape: Sequence[int]) -> bool:
+    elements = math.prod(shape)
+    return not isinstance(elements, int) or elements > _BEYOND_CACHE
 
 
 def by_state(shape: Sequence[int], axes: Axes, itemsize: int) -> bool:
@@ -160,7 +167,7 @@ def by_state(shape: Sequence[int], axes: Axes, itemsize: int) -> bool:
     """
     if itemsize > 2:
         return _in_one_pass(shape, axes)
-    short = 3 < math.prod(shape[d] for d in axes) <= SHORT_COLS and _stride(shape, axes) == 1
+    short = 4 < math.prod(shape[d] for d in axes) <= SHORT_COLS and _stride(shape, axes) == 1
     return short and math.prod(shape) >= _MANY_ELEMENTS
 
 
@@ -181,7 +188,7 @@ def _rows(
     if gpu and by_state(z.shape, axes, x.dtype.itemsize):
         maximum, total = _state(z, axes, unit, gpu)
         return _times(z - maximum, unit), exp_in(unit)(z - maximum), total
-    if gpu and again and _stride(z.shape, axes) == 1:
+    if gpu and again and _stride(z.shape, axes) == 1 and _is_beyond_cache(z.shape):
         maximum = _maximum_again(z, axes)
     elif x.dtype.itemsize == 2 and scale > 0:
         # Found in their dtype, it has half the bytes, which count where rows are strided and short.

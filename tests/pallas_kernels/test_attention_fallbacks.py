@@ -314,12 +314,13 @@ def check_dropout(kind: str, shape: str, passes_of: Any, dtype: Any, most: float
 
 def test_dropout_needs_both_kernels() -> None:
     p = problem_of(Op.FORWARD, "full", keep=(1, 1, 64, 96))
-    decided = dispatch.decide(p, hardware.H200)
-    assert decided.kernel == "attention_twice"
+    decide = functools.partial(dispatch.decide, named=True)
+    assert decide(p, hardware.H200).kernel == "attention_twice"
+    assert dispatch.decide(p, hardware.H200).kernel is None
     wide = dataclasses.replace(p, head_dim=264)
-    (name, why), *rest = dispatch.decide(wide, hardware.H200).declined
+    (name, why), *rest = decide(wide, hardware.H200).declined
     assert name == "attention_twice"
     assert "up to 256" in why
     assert not rest
-    (_, why), *_ = dispatch.decide(p, A100).declined
+    (_, why), *_ = decide(p, A100).declined
     assert "compiled for 9.0" in why
