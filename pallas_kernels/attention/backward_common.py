@@ -125,7 +125,7 @@ class Tile:
     def source_head(self) -> Any:
         """The head of the keys in memory, which the splits of a group share."""
         splits = self.config.head_splits
-        return self.key_head if splits == 1 else lax.div(self.key_head, jnp.int32(splits))
+        return self.key_head if splits == 1 else lax.div(self.key_head, splits)
 
     @property
     def group(self) -> int:
@@ -143,7 +143,8 @@ class Tile:
 
     @property
     def steps(self) -> Any:
-        return self.group * (self.span.end - self.span.first)
+        queries = lax.sub(self.span.end, self.span.first)
+        return queries if self.group == 1 else lax.mul(queries, self.group)
 
     @property
     def stages(self) -> Any:
@@ -283,7 +284,7 @@ def _place(problem: Attention, head: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _div(x: Index, y: int) -> Any:
     """`max(x, 0) // y`."""
-    return max(x, 0) // y if isinstance(x, int) else lax.div(jnp.maximum(x, 0), jnp.int32(y))
+    return max(x, 0) // y if isinstance(x, int) else lax.div(jnp.maximum(x, 0), y)
 
 
 def _clip(x: Index, low: Index, high: Index) -> Any:

@@ -96,7 +96,7 @@ def shared_bytes(problem: Attention, config: BackwardWideConfig) -> int:
 
 def _slot(n: jax.Array, stages: int) -> jax.Array:
     """The stage of step `n`, computed where it is used: see `ptx.opaque`."""
-    return ptx.opaque(lax.rem(n, jnp.int32(stages)))
+    return ptx.opaque(lax.rem(n, stages))
 
 
 # The copies, each issued by one warp.

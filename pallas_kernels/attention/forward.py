@@ -100,27 +100,28 @@ def _records_lengths(problem: Attention, config: ForwardConfig) -> bool:
 
 
 class _Tile(NamedTuple):
-    """A tile of queries: the CTA's tile number `t`, its first step `n`, where its rows are and which keys they see."""
+    """A tile of queries: the CTA's tile number `t`, its first step `n`, what it is, and which tiles of keys it sees."""
 
     t: Any
     n: Any
-    key_head: Any
-    place: TileCoord
-    span: TileRange
-    split: Any
-
-    @property
-    def steps(self) -> Any:
-        return self.span.end - self.span.first
-
-
-class _Step(NamedTuple):
-    """A tile of keys, and the tile of queries that it is for."""
-
     batch: Any
     head: Any
     key_head: Any
-    row: Any
+    index: Any  # of the head's tiles and their splits
+    span: TileRange
+    queries: Any  # of the sequence
+    keys: Any
+
+    @property
+    def steps(self) -> Any:
+        return lax.sub(self.span.end, self.span.first)
+
+
+class _Step(NamedTuple):
+    """A tile of keys."""
+
+    batch: Any
+    key_head: Any
     key: Any  # its first
     keys: Any  # of the sequence
     exists: Any  # 1 or 0
@@ -148,7 +149,7 @@ def _start(cta: Cta) -> None:
         @pl.when(pipeline.is_first_warp() != 0)
         def _():
             for i in range(1, config.stages):
-                _copy_stage(cta, _read(cta, 0), i)
+                cta.copy_stage(_read(cta, 0), np.int32(i))
             for i in range(config.bias_stages):
                 _copy_bias(cta, _read(cta, 0), i)
 
@@ -178,8 +179,8 @@ def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
     exists, tile = (tile != tile_scheduler.NO_TILE).astype(jnp.int32), lax.max(tile, 0)
     per_head = -(-problem.query_length // config.queries) * config.splits
     packs = problem.query_heads // config.packed_heads
-    head, index = lax.div(tile, jnp.int32(per_head)), lax.rem(tile, jnp.int32(per_head))
-    batch, head = lax.div(head, jnp.int32(packs)), lax.rem(head, jnp.int32(packs))
+    head, index = lax.div(tile, per_head), lax.rem(tile, per_head)
+    batch, head = lax.div(head, packs), lax.rem(head, packs)
     queries, keys = jnp.int32(problem.query_length), jnp.int32(problem.key_length)
     if problem.query_lengths:
         queries = mask.clip(cta.query_lengths[batch], 0, queries)
@@ -187,7 +188,7 @@ def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
         keys = mask.clip(cta.key_lengths[batch], 0, keys)
 
     def load_span() -> TileRange:
-        of_head = index if config.splits == 1 else lax.div(index, jnp.int32(config.splits))
+        of_head = index if config.splits == 1 else lax.div(index, config.splits)
         at = gather.broadcast_index((batch, head, of_head), cta.spans.shape)
         return TileRange(*(cta.spans[*at, i] for i in range(4)))
 
@@ -195,7 +196,7 @@ def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
     span, sees_any = mask.tile_kv_range(problem, config, index, queries, keys, load)
     if config.splits > 1:
         keys = ptx.where(sees_any, keys, 0)
-    key_head = lax.div(head, jnp.int32(packs // problem.key_heads))
+    key_head = lax.div(head, packs // problem.key_heads)
     first, inner_first, inner_end, end = (jnp.int32(x) * exists for x in span)
     record = batch, key_head, first, end, head, index, inner_first, inner_end
     if _records_lengths(problem, config):
@@ -208,33 +209,47 @@ def _read(cta: Cta, t: Any) -> _Tile:
     return _tile(cta, tile_scheduler.read(cta.tile_smem, t, uniform=False), t, 0)
 
 
+def _read_steps(cta: Cta, t: Any) -> jax.Array:
+    """How many steps the CTA's tile `t` has."""
+    _, _, first, end = tile_scheduler.read(cta.tile_smem, t, uniform=False, fields=4)
+    return lax.sub(end, first)
+
+
 def _tile(cta: Cta, record: tuple[Any, ...], t: Any, n: Any) -> _Tile:
     """The tile that a record describes."""
-    problem, (batch, key_head, first, end, head, index, inner_first, inner_end, *lengths) = cta.problem, record
-    heads, splits, split = cta.config.packed_heads, cta.config.splits, 0
-    if splits > 1:
-        index, split = lax.div(index, jnp.int32(splits)), lax.rem(index, jnp.int32(splits))
-    row = index * cta.config.queries
-    place = TileCoord(batch, head, row, problem.query_length, problem.key_length, heads)
-    if problem.query_lengths:
-        place = place._replace(queries=lengths[0])
-    if problem.key_lengths or splits > 1:
-        place = place._replace(keys=lengths[1])
-    return _Tile(jnp.int32(t), jnp.int32(n), key_head, place, TileRange(first, inner_first, inner_end, end), split)
+    batch, key_head, first, end, head, index, inner_first, inner_end, *lengths = record
+    queries, keys = cta.problem.query_length, cta.problem.key_length
+    if cta.problem.query_lengths:
+        queries = lengths[0]
+    if cta.problem.key_lengths or cta.config.splits > 1:
+        keys = lengths[1]
+    span = TileRange(first, inner_first, inner_end, end)
+    return _Tile(ptx.int32(t), ptx.int32(n), batch, head, key_head, index, span, queries, keys)
+
+
+def _place(cta: Cta, tile: _Tile) -> TileCoord:
+    """Where the tile's rows are."""
+    index = tile.index if cta.config.splits == 1 else lax.div(tile.index, cta.config.splits)
+    row = lax.mul(index, cta.config.queries)
+    return TileCoord(tile.batch, tile.head, row, tile.queries, tile.keys, cta.config.packed_heads)
 
 
 def _step_of(cta: Cta, tile: _Tile, i: Any) -> _Step:
     """The tile's step `i`."""
-    batch, head, row, _, keys, _ = tile.place
-    key = (tile.span.end - 1 - i) * cta.config.block_kv
-    return _Step(batch, head, tile.key_head, row, key, jnp.int32(keys), 1)
+    return _Step(tile.batch, tile.key_head, _key_of(cta, tile, i), tile.keys, 1)
+
+
+def _key_of(cta: Cta, tile: _Tile, i: Any) -> jax.Array:
+    """The first key of the tile's step `i`."""
+    return lax.mul(lax.sub(lax.sub(tile.span.end, 1), i), cta.config.block_kv)
 
 
 def _step_before(cta: Cta, tile: _Tile, i: Any, before: _Tile) -> _Step:
     """The step before the tile's step `i`; before its first step, the last one of the tile `before`."""
-    steps = _step_of(cta, tile, i - 1), _step_of(cta, before, before.steps - 1)
-    is_within = i > 0
-    return _Step(*(x if x is y else ptx.where(is_within, x, y) for x, y in zip(*steps, strict=True)))
+    last_key = lax.mul(before.span.first, cta.config.block_kv)
+    last = _Step(before.batch, before.key_head, last_key, before.keys, 1)
+    steps, is_within = (_step_of(cta, tile, lax.sub(i, 1)), last), lax.gt(i, 0)
+    return _Step(*(x if x is y else lax.select(is_within, x, y) for x, y in zip(*steps, strict=True)))
 
 
 def _copy_query(cta: Cta, tile: _Tile, warpgroup: Any) -> None:
@@ -242,14 +257,13 @@ def _copy_query(cta: Cta, tile: _Tile, warpgroup: Any) -> None:
 
     @pipeline.when(tile.steps > 0)
     def _():
-        copy = cta.query, _rows_of(_own(tile, warpgroup)), cta.query_smem.at[warpgroup]
+        copy = cta.query, _rows_of(_own(_place(cta, tile), warpgroup)), cta.query_smem.at[warpgroup]
         pipeline.issue(cta.query_full.at[warpgroup], copy)
 
 
-def _own(tile: _Tile, warpgroup: Any) -> TileCoord:
-    """The place of a warpgroup's rows."""
-    queries = WARPGROUP_ROWS // tile.place.heads
-    return tile.place._replace(row=tile.place.row + warpgroup * queries)
+def _own(place: TileCoord, warpgroup: Any) -> TileCoord:
+    """The place of a warpgroup's rows of a tile."""
+    return place._replace(row=place.row + warpgroup * (WARPGROUP_ROWS // place.heads))
 
 
 def _rows_of(place: TileCoord) -> tuple[Any, ...]:
@@ -266,27 +280,28 @@ def _copy_first_stage(cta: Cta, tile: _Tile) -> None:
     def _():
         if cta.problem.key_lengths:
             pipeline.expect(cta.partial_full.at[0], 0)
-        pipeline.expect(cta.stage_full.at[0], pipeline.size(to))
-        _copy_keys(cta, cta.key, step, to, cta.stage_full.at[0])
+        _issue(cta, cta.stage_full.at[0], (cta.key, step, to))
 
 
 def _copy_stage(cta: Cta, tile: _Tile, i: Any) -> None:
     """The calling warp issues the copies of the keys of the tile's step `i` and the values of the step before."""
-    i = jnp.int32(i)
     stage = pipeline.stage(tile.n + i, cta.config.stages)
     full, to = cta.stage_full.at[stage], (cta.key_smem.at[stage], cta.value_smem.at[stage])
     key_bytes, value_bytes = (pipeline.size(ref) for ref in to)
 
     def copy(key: _Step, value: _Step) -> None:
+        keys, values = (cta.key, key, to[0]), (cta.value, value, to[1])
         count, whole = key_bytes * key.exists + value_bytes * value.exists, value.exists
+        if isinstance(count, int) and not cta.problem.key_lengths:
+            return _issue(cta, full, keys, values)
         if cta.problem.key_lengths:
             whole = value.exists * (value.keys - value.key >= cta.config.block_kv).astype(jnp.int32)
             pipeline.when(whole < value.exists)(lambda: _copy_some_values(cta, value, tile.n + i))
             pipeline.when(whole == value.exists)(lambda: pipeline.expect(cta.partial_full.at[stage], 0))
             count -= value_bytes * (value.exists - whole)
         pipeline.expect(full, count)
-        _when(key.exists, lambda: _copy_keys(cta, cta.key, key, to[0], full))
-        _when(whole, lambda: _copy_keys(cta, cta.value, value, to[1], full))
+        _when(key.exists, lambda: _issue(cta, full, keys, announced=True))
+        _when(whole, lambda: _issue(cta, full, values, announced=True))
 
     def copy_later() -> None:
         following, j = _read(cta, tile.t + 1), i - tile.steps
@@ -318,11 +333,11 @@ def _tile_with_step(cta: Cta, tile: _Tile, i: Any) -> tuple[_Tile, Any]:
     """The later tile that has the step `i` after the first one of `tile`, and the step's number there."""
 
     def is_behind(state: tuple[Any, Any]) -> jax.Array:
-        steps = _read(cta, state[0]).steps
+        steps = _read_steps(cta, state[0])
         return (steps > 0) & (state[1] >= steps)
 
     def to_next(state: tuple[Any, Any]) -> tuple[Any, Any]:
-        return state[0] + 1, state[1] - _read(cta, state[0]).steps
+        return state[0] + 1, state[1] - _read_steps(cta, state[0])
 
     t, j = lax.while_loop(is_behind, to_next, (tile.t + 1, i - tile.steps))
     return _read(cta, t), j
@@ -336,25 +351,33 @@ def _copy_some_values(cta: Cta, step: _Step, n: Any) -> None:
     """The calling warp copies values of which only the first exist, and zeroes the others, which may be NaN."""
     stage = pipeline.stage(n, cta.config.stages)
     to, partial_full = cta.value_smem.at[stage], cta.partial_full.at[stage]
-    pipeline.expect(partial_full, pipeline.size(to))
-    _copy_keys(cta, cta.value, step, to, partial_full)
+    _issue(cta, partial_full, (cta.value, step, to))
     pipeline.wait(cta.partial_full, n, cta.config.stages)
     pipeline.zero_rows(to, step.keys - step.key)
 
 
-def _copy_keys(cta: Cta, source: jax.Ref, step: _Step, to: Any, full: jax.Ref) -> None:
-    """The calling warp issues the copies of a step's keys or values, whose bytes it has announced."""
+def _issue(cta: Cta, full: jax.Ref, *copies: tuple[jax.Ref, _Step, Any], announced: bool = False) -> None:
+    """The calling warp announces the bytes of steps' keys or values, unless it has done so, and issues their copies."""
+    problem = cta.problem
+    if not problem.page_size or problem.page_size >= cta.config.block_kv:
+        parts = ((source, _key_place(cta, step), to) for source, step, to in copies)
+        return pipeline.issue(full, *parts, announced=announced)
+    if not announced:
+        pipeline.expect(full, sum(pipeline.size(to) for *_, to in copies))
+    for source, step, to in copies:
+        at = step.batch, step.key, step.key_head
+        pipeline.copy_pages(source, cta.block_tables, at, to, full, pages_first=problem.pages_first)
+
+
+def _key_place(cta: Cta, step: _Step) -> tuple[Any, ...]:
+    """Where a step's keys are: in their sequence, or in a page."""
     problem, rows = cta.problem, cta.config.block_kv
     if not problem.page_size:
-        return pipeline.copy_rows(source, (step.batch, pl.ds(step.key, rows), step.key_head), to, full)
-    if problem.page_size < rows:
-        at = step.batch, step.key, step.key_head
-        return pipeline.copy_pages(source, cta.block_tables, at, to, full, pages_first=problem.pages_first)
+        return step.batch, pl.ds(step.key, rows), step.key_head
     # The last tile may go on behind the table.
-    entry = lax.min(lax.div(step.key, jnp.int32(problem.page_size)), cta.block_tables.shape[1] - 1)
-    page, at = cta.block_tables[step.batch, entry], pl.ds(lax.rem(step.key, jnp.int32(problem.page_size)), rows)
-    place = (page, at, step.key_head) if problem.pages_first else (step.key_head, page, at)
-    return pipeline.copy_rows(source, place, to, full)
+    entry = lax.min(lax.div(step.key, problem.page_size), cta.block_tables.shape[1] - 1)
+    page, at = cta.block_tables[step.batch, entry], pl.ds(lax.rem(step.key, problem.page_size), rows)
+    return (page, at, step.key_head) if problem.pages_first else (step.key_head, page, at)
 
 
 def _copy_bias(cta: Cta, tile: _Tile, i: Any) -> None:
@@ -363,17 +386,17 @@ def _copy_bias(cta: Cta, tile: _Tile, i: Any) -> None:
     slot = pipeline.stage(tile.n + i, config.bias_stages)
     to, full = cta.bias_smem.at[slot], cta.bias_full.at[slot]
 
-    def copy(step: _Step) -> None:
-        batch, head = gather.broadcast_index((step.batch, step.head), problem.bias)
-        at = batch, head, pl.ds(step.row, config.block_q), pl.ds(step.key, config.block_kv)
-        pipeline.issue(full, (cta.bias, at, to))
+    def copy(tile: _Tile, i: Any) -> None:
+        batch, head = gather.broadcast_index((tile.batch, tile.head), problem.bias)
+        rows, keys = pl.ds(_place(cta, tile).row, config.block_q), pl.ds(_key_of(cta, tile, i), config.block_kv)
+        pipeline.issue(full, (cta.bias, (batch, head, rows, keys), to))
 
     def copy_later() -> None:
         found, j = _tile_with_step(cta, tile, i)
-        pipeline.when(j < found.steps)(lambda: copy(_step_of(cta, found, j)))
+        pipeline.when(j < found.steps)(lambda: copy(found, j))
 
     within = i < tile.steps
-    pipeline.when(within)(lambda: copy(_step_of(cta, tile, i)))
+    pipeline.when(within)(lambda: copy(tile, i))
     pipeline.when(~within)(copy_later)
 
 
@@ -381,7 +404,7 @@ def _release_stage(cta: Cta, tile: _Tile, i: jax.Array) -> None:
     """Releases the stage of the tile's step `i`: its keys, and the values of the step before."""
     stages = cta.config.stages
     last = pipeline.release(cta.stage_empty.at[pipeline.stage(tile.n + i, stages)])
-    pl.when(last != 0)(lambda: _copy_stage(cta, tile, i + stages))
+    pl.when(last != 0)(lambda: cta.copy_stage(tile, i + stages))
 
 
 def _read_bias(cta: Cta, tile: _Tile, i: jax.Array) -> jax.Array:
@@ -408,7 +431,8 @@ def _tiles(cta: Cta) -> None:
     def visit(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         t, n, index, *record = state
         tile = _tile(cta, tuple(record), t, n)
-        place, queries = _own(tile, warpgroup), WARPGROUP_ROWS // cta.config.packed_heads
+        split = lax.rem(tile.index, cta.config.splits)
+        place, queries = _own(_place(cta, tile), warpgroup), WARPGROUP_ROWS // cta.config.packed_heads
         own = mask.kv_range(cta.problem, cta.config.block_kv, place.row, queries, place.queries, place.keys)
         narrows = cta.problem.has_data_mask or cta.config.splits > 1
         own = (mask.intersect if narrows else mask.clamp)(tile.span, own)
@@ -421,7 +445,7 @@ def _tiles(cta: Cta) -> None:
         if lacks_page is not None:
             lost = lax.select(lacks_page, np.float32(np.nan), np.float32(0))
             state = state._replace(max=state.max + lost, sum=state.sum + lost)
-        _epilogue(cta, place, tile.split, state)
+        _epilogue(cta, place, split, state)
         # The load overlaps with the next tile's start, which needs it in its first step.
         index = _index(cta, t + 1 + tile_scheduler.LOOKAHEAD, tile_number)
         return t + 1, n + tile.steps, index, *following
@@ -434,11 +458,11 @@ def _tiles(cta: Cta) -> None:
 def _lacks_page(cta: Cta, tile: _Tile) -> jax.Array:
     """Whether a page of the tile's keys does not exist. The first keys are on their way meanwhile."""
     size, (first, end) = cta.problem.page_size, (i * cta.config.block_kv for i in (tile.span.first, tile.span.end))
-    first = lax.div(first, jnp.int32(size))
+    first = lax.div(first, size)
     # `pl.cdiv` would divide by a number of 64 bits under jax_enable_x64.
-    end = lax.div(lax.min(end, tile.place.keys) + (size - 1), jnp.int32(size))
+    end = lax.div(lax.min(end, tile.keys) + (size - 1), size)
     pages = cta.key.shape[0 if cta.problem.pages_first else 1]
-    return gather.lacks_page(cta.block_tables, tile.place.batch, first, end, pages)
+    return gather.lacks_page(cta.block_tables, tile.batch, first, end, pages)
 
 
 def _skip(cta: Cta, tile: _Tile, start: Any, stop: Any) -> None:
@@ -464,7 +488,7 @@ def _mainloop(
     config, problem, warpgroup = cta.config, cta.problem, lax.axis_index("warpgroup")
     skipped, count = tile.span.end - span.end, span.end - span.first
 
-    def stage(i: jax.Array) -> jax.Array:
+    def stage(i: jax.Array) -> ptx.Index:
         return pipeline.stage(tile.n + skipped + i, config.stages)
 
     def wait(i: jax.Array) -> None:
@@ -524,7 +548,7 @@ def _mainloop(
             wgmma.pin_wait_after(new.sum)
             release()
         summed = wgmma.wait(summing, pending=0)
-        pipeline.when(released[0])(lambda: _copy_stage(cta, tile, skipped + i + config.stages))
+        pipeline.when(released[0])(lambda: cta.copy_stage(tile, skipped + i + config.stages))
         return new._replace(out=rescale(summed)), new_weights
 
     def last(out: jax.Array, weights: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -585,6 +609,7 @@ def _body(*refs: jax.Ref, names: tuple[str, ...], **static: Any) -> None:
         if arrivals:
             setattr(cta, name, cta.words.at[pl.ds(first, len(arrivals))])
         first += len(arrivals)
+    cta.copy_stage = jax.jit(functools.partial(_copy_stage, cta))  # which traces it once
     _start(cta)
     _tiles(cta)
     plgpu.wait_smem_to_gmem(0)

@@ -96,8 +96,8 @@ def _apply_positions(problem: Attention, refs: Any, corner: gather.Corner, x: ja
     """`x`, and -inf where positions forbid it. Where those of both blocks count up by one, the first are enough."""
     batch, _, row, key = corner
     left, right = mask.position_bounds(problem)
-    query_base = refs.query_bases[batch, lax.div(row, jnp.int32(WARPGROUP_ROWS))]
-    key_base = refs.key_bases[batch, lax.div(key, jnp.int32(x.shape[1]))]
+    query_base = refs.query_bases[batch, lax.div(row, WARPGROUP_ROWS)]
+    key_base = refs.key_bases[batch, lax.div(key, x.shape[1])]
 
     def by_bases(x: jax.Array) -> jax.Array:
         at = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW) + (query_base - key_base)

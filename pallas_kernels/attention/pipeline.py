@@ -8,13 +8,14 @@ Source: PTX ISA, "mbarrier": an arrival returns the state before it, of which "m
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
@@ -36,13 +37,30 @@ start = mbarrier.start_barriers
 
 def wait(full: jax.Ref, n: Index, stages: int) -> None:
     """Waits until the copies of step `n` have landed; `full`: the barriers of all stages."""
-    parity = stage(lax.div(jnp.asarray(n).astype(jnp.uint32), jnp.uint32(stages)), 2)
+    parity = stage(_round(n, stages), 2)
     mbarrier.wait(full.at[stage(n, stages)], parity, "cta")
 
 
-def stage(n: Index, stages: int) -> jax.Array:
+def stage(n: Index, stages: int) -> Index:
     """Which stage step `n` has."""
-    return lax.rem(jnp.asarray(n).astype(jnp.uint32), jnp.uint32(stages)).astype(jnp.int32)
+    if isinstance(n, int) or stages == 1:
+        return n % stages if isinstance(n, int) else 0
+    if _is_power_of_two(stages):
+        return lax.bitwise_and(n, stages - 1)
+    return lax.rem(n.astype(np.uint32), np.uint32(stages)).astype(np.int32)
+
+
+def _round(n: Index, stages: int) -> Index:
+    """How many steps before step `n` had its stage."""
+    if isinstance(n, int) or stages == 1:
+        return n // stages if isinstance(n, int) else n
+    if _is_power_of_two(stages):
+        return lax.shift_right_logical(n, stages.bit_length() - 1)
+    return lax.div(n.astype(np.uint32), np.uint32(stages)).astype(np.int32)
+
+
+def _is_power_of_two(x: int) -> bool:
+    return x & (x - 1) == 0
 
 
 def arrive(empty: jax.Ref) -> jax.Array:
@@ -101,18 +119,22 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
         return ptx.integer(ptx.asm_value(text, "=r,r", [ptx.scalar(x)]))
 
     vote_any.interpret = lambda x: ({}, [x])
-    return pl.when(ptx.inline(vote_any, condition, result=ptx.INTEGER) != 0)
+    return pl.when(lax.ne(ptx.inline(vote_any, condition, result=ptx.INTEGER), 0))
 
 
 def expect(full: jax.Ref, count: Index) -> None:
     """The calling warp arrives, and announces `count` bytes of the stage's next copies."""
 
     def expect_copies(ctx, full, count):
-        elected = utils.single_thread_predicate(utils.ThreadSubset.WARP)
-        operands = [ptx.shared_address(full), ptx.scalar(count), elected]
-        ptx.asm("@$2 mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", "r,r,b,~{memory}", operands)
+        _announce(full, ptx.scalar(count))
 
     ptx.inline(expect_copies, full, count)
+
+
+def _announce(full: ir.Value, count: ir.Value) -> None:
+    elected = utils.single_thread_predicate(utils.ThreadSubset.WARP)
+    operands = [ptx.shared_address(full), count, elected]
+    ptx.asm("@$2 mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", "r,r,b,~{memory}", operands)
 
 
 def size(ref: Any) -> int:
@@ -120,42 +142,42 @@ def size(ref: Any) -> int:
     return math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize
 
 
-Copy = tuple[Any, tuple[Any, ...], Any]  # array, place, shared memory
+# Array, place, and shared memory. A place is an index, a `pl.ds` of static size or `slice(None)` for each axis. Panels
+# take all columns of rows: their place is of the other axes, and slices are the rows, those of the last one in turn.
+Copy = tuple[Any, tuple[Any, ...], Any]
 
 
-def issue(full: jax.Ref, *copies: Copy) -> None:
-    """The calling warp announces the bytes of copies at `full`, and issues them: of rows into panels, or of tiles."""
-    expect(full, sum(size(to) for *_, to in copies))
-    for source, at, to in copies:
-        (copy_rows if len(to.shape) == 3 else copy)(source, at, to, full)
+def issue(full: jax.Ref, *copies: Copy, announced: bool = False) -> None:
+    """The calling warp announces the bytes of TMA copies at `full`, unless it has done so, and issues the copies.
 
-
-def copy(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> None:
-    """The calling warp issues a TMA copy of `source[at]` into shared memory; the copy counts its bytes at `full`.
-
-    `at`: for each axis an index, a `pl.ds` of static size, or `slice(None)`. Places outside of `source` become zeros.
+    Places outside of an array become zeros. One operation issues them all: Mosaic takes a millisecond to infer the
+    layouts of each operation on shared memory.
     """
-    starts = [i.start if isinstance(i, pl.Slice) else i for i in at if not isinstance(i, slice)]
-    sizes = [None if isinstance(i, slice) else i.size if isinstance(i, pl.Slice) else 0 for i in at]
-    dtype, tiled = jnp.dtype(source.dtype), len(to.shape) > 1
-    columns = wgmma.columns_of_tile(to.shape[-1], dtype) if tiled else 0
+    plans, operands = [], []
+    for source, at, to in copies:
+        starts, sizes = _starts(at)
+        in_panels, dtype = len(to.shape) == 3, jnp.dtype(source.dtype)
+        assert not in_panels or math.prod(extent for extent in sizes if extent) == to.shape[1]
+        columns = wgmma.columns_of_tile(to.shape[-1], dtype) if len(to.shape) == 2 else 0
+        operands += [source, (to, plgpu.RefType(wgmma.transforms(columns, dtype))) if columns else to, *starts]
+        plans.append((sizes, in_panels, columns, columns * dtype.itemsize))
+    count = 0 if announced else sum(size(to) for *_, to in copies)
 
-    def copy_tile(ctx, source, to, full, *starts):
-        index, following = [], iter(starts)
-        for extent in sizes:
-            if extent is None:
-                index.append(slice(None))
-                continue
-            first = arith.index_cast(ir.IndexType.get(), ptx.scalar(next(following)))
-            index.append(mgpu.ds(first, int(extent)) if extent else first)
-        _copier(ctx, source, full, columns * dtype.itemsize if tiled else None)(
-            dst_ref=to,
-            gmem_slice=tuple(index),
-            gmem_transform=(mgpu.TileTransform((TMA_ROWS, columns)),) if tiled else (),
-        )
+    def issue_copies(ctx, full, *operands):
+        if not announced:
+            _announce(full, ptx.c32(count))
+        following = iter(operands)
+        for sizes, in_panels, columns, swizzle in plans:
+            source, to = next(following), next(following)
+            places = _places(following, sizes)
+            if in_panels:
+                _copy_panels(_copier(ctx, source, full, SWIZZLE_BYTES), source, places, sizes, to)
+            else:
+                transform = (mgpu.TileTransform((TMA_ROWS, columns)),) if columns else ()
+                copy = _copier(ctx, source, full, swizzle or None)
+                copy(dst_ref=to, gmem_slice=tuple(places), gmem_transform=transform)
 
-    target = plgpu.RefType(wgmma.transforms(columns, dtype) if tiled else ())
-    ptx.inline(copy_tile, source, (to, target), full, *starts, static={"sizes": sizes})
+    ptx.inline(issue_copies, full, *operands, static={"announced": announced, "count": count, "plans": plans})
 
 
 def _copier(ctx: Any, source: ir.Value, full: ir.Value, swizzle: int | None) -> Callable[..., None]:
@@ -170,28 +192,19 @@ def _copier(ctx: Any, source: ir.Value, full: ir.Value, swizzle: int | None) -> 
     )
 
 
-def copy_rows(source: jax.Ref, at: tuple[Any, ...], to: Any, full: jax.Ref) -> None:
-    """The calling warp issues TMA copies of rows of `source` into panels of shared memory, counted at `full`.
-
-    `at`: for each axis but the last, an index, or a `pl.ds`; those of the slices are the rows, the last one's in turn.
-    Rows outside become zeros. Panels whose other rows are copied apart are a copy each.
-    """
-    (count, _, columns), starts, sizes = to.shape, *_starts(at, to)
-
-    def copy_panels(ctx, source, to, full, *starts):
-        copy = _copier(ctx, source, full, SWIZZLE_BYTES)
-        places, (strides, _) = _places(starts, sizes), to.type.get_strides_and_offset()
-        if source.type.shape[-1] % columns == 0 and strides[0] == math.prod(to.type.shape[1:]):
-            axes = sum(map(bool, sizes))
-            order = mgpu.TransposeTransform((axes, *range(axes), axes + 1))
-            where = (*places, mgpu.ds(0, count * columns))
-            to = _panels(to, sizes)
-            return copy(dst_ref=to, gmem_slice=where, gmem_transform=(mgpu.TileTransform((columns,)), order))
-        for panel in range(count):
-            copy(dst_ref=_panel(to, panel, sizes), gmem_slice=(*places, mgpu.ds(panel * columns, columns)))
-        return None
-
-    ptx.inline(copy_panels, source, to, full, *starts, static={"sizes": sizes})
+def _copy_panels(
+    copy: Callable[..., None], source: ir.Value, places: list[Any], sizes: tuple[Any, ...], to: ir.Value
+) -> None:
+    """Issues one copy, or, if the panels' other rows are copied apart, or their columns end within one, one each."""
+    (count, _, columns), (strides, _) = to.type.shape, to.type.get_strides_and_offset()
+    if source.type.shape[-1] % columns == 0 and strides[0] == math.prod(to.type.shape[1:]):
+        axes = sum(map(bool, sizes))
+        order = mgpu.TransposeTransform((axes, *range(axes), axes + 1))
+        where = (*places, mgpu.ds(0, count * columns))
+        copy(dst_ref=_panels(to, sizes), gmem_slice=where, gmem_transform=(mgpu.TileTransform((columns,)), order))
+        return
+    for panel in range(count):
+        copy(dst_ref=_panel(to, panel, sizes), gmem_slice=(*places, mgpu.ds(panel * columns, columns)))
 
 
 def copy_pages(
@@ -242,10 +255,10 @@ def copy_pages(
 def store_rows(source: Any, target: jax.Ref, at: tuple[Any, ...], column: Index = 0) -> None:
     """A thread of the warpgroup issues TMA copies of panels of shared memory into `target`, as far as that goes.
 
-    `at` as in `copy_rows`; `column` is the panels' first. The threads must have committed what they stored, and
+    `at` as in a `Copy`; `column` is the panels' first. The threads must have committed what they stored, and
     `plgpu.wait_smem_to_gmem` waits.
     """
-    (count, _, columns), starts, sizes = source.shape, *_starts(at, source)
+    (count, _, columns), (starts, sizes) = source.shape, _starts(at)
 
     def store_panels(ctx, source, target, column, *starts):
         first = arith.index_cast(ir.IndexType.get(), ptx.scalar(column))
@@ -262,25 +275,31 @@ def store_rows(source: Any, target: jax.Ref, at: tuple[Any, ...], column: Index 
     ptx.inline(store_panels, source, target, column, *starts, static={"sizes": sizes})
 
 
-def _starts(at: tuple[Any, ...], panels: Any) -> tuple[list[Index], tuple[int, ...]]:
-    """Where a copy begins along each axis but the last, and how far it goes; 0: along an index."""
-    sizes = tuple(int(i.size) if isinstance(i, pl.Slice) else 0 for i in at)
-    assert math.prod(size for size in sizes if size) == panels.shape[1]
-    return [i.start if isinstance(i, pl.Slice) else i for i in at], sizes
+def _starts(at: tuple[Any, ...]) -> tuple[list[Index], tuple[int | None, ...]]:
+    """Where a copy begins along axes, and how far it goes along each; 0: along an index, None: along a whole axis."""
+    sizes = tuple(None if isinstance(i, slice) else int(i.size) if isinstance(i, pl.Slice) else 0 for i in at)
+    return [i.start if isinstance(i, pl.Slice) else i for i in at if not isinstance(i, slice)], sizes
 
 
-def _places(starts: tuple[Any, ...], sizes: tuple[int, ...]) -> list[Any]:
-    found = [arith.index_cast(ir.IndexType.get(), ptx.scalar(start)) for start in starts]
-    return [mgpu.ds(i, size) if size else i for i, size in zip(found, sizes, strict=True)]
+def _places(starts: Iterable[Any], sizes: tuple[int | None, ...]) -> list[Any]:
+    """The place, of which the first starts are there."""
+    following, found = iter(starts), []
+    for extent in sizes:
+        if extent is None:
+            found.append(slice(None))
+            continue
+        first = arith.index_cast(ir.IndexType.get(), ptx.scalar(next(following)))
+        found.append(mgpu.ds(first, extent) if extent else first)
+    return found
 
 
-def _panels(panels: ir.Value, sizes: tuple[int, ...]) -> ir.Value:
+def _panels(panels: ir.Value, sizes: tuple[int | None, ...]) -> ir.Value:
     """Panels whose rows are those of several slices."""
     slices = tuple(size for size in sizes if size)
     return utils.memref_unfold(panels, 1, slices) if len(slices) > 1 else panels
 
 
-def _panel(panels: ir.Value, index: int, sizes: tuple[int, ...]) -> ir.Value:
+def _panel(panels: ir.Value, index: int, sizes: tuple[int | None, ...]) -> ir.Value:
     return utils.memref_slice(_panels(panels, sizes), index)
 
 

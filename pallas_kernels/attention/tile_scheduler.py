@@ -55,22 +55,29 @@ def publish(tile_smem: jax.Ref, t: Any, record: Sequence[Any]) -> None:
     ptx.inline(store_record, tile_smem.at[pl.ds(_slot(t) * rows, rows)], *record)
 
 
-def read(tile_smem: jax.Ref, t: Any, *, uniform: bool = True) -> tuple[jax.Array, ...]:
-    """The record of the CTA's tile `t`, in uniform registers unless one warp alone reads it."""
-    rows, columns = tile_smem.shape[0] // RECORDS, tile_smem.shape[1]
+def read(tile_smem: jax.Ref, t: Any, *, uniform: bool = True, fields: int | None = None) -> tuple[jax.Array, ...]:
+    """The record of the CTA's tile `t`, or its first fields, in uniform registers unless one warp alone reads it."""
+    size, columns = tile_smem.shape[0] // RECORDS, tile_smem.shape[1]
+    rows = size if fields is None else fields // columns
 
     def load_record(ctx, words, t):
-        first = ptx.mul(arith.remsi(ptx.scalar(t), ptx.c32(RECORDS)), rows)
+        index = ir.IndexType.get()
+        first = ptx.mul(arith.remsi(ptx.scalar(t), ptx.c32(RECORDS)), size)
+        places = [arith.constant(index, column) for column in range(columns)]
         numbers = []
         for row in range(rows):
-            for column in range(columns):
-                at = [arith.index_cast(ir.IndexType.get(), x) for x in (ptx.add(first, row), ptx.c32(column))]
-                number = memref.load(words, at)
+            at = arith.index_cast(index, ptx.add(first, row))
+            for place in places:
+                number = memref.load(words, [at, place])
                 numbers.append(ptx.integer(ptx.uniform(number) if uniform else number))
         return numbers
 
     return ptx.inline(
-        load_record, tile_smem, t, result=[ptx.INTEGER] * rows * columns, static={"columns": columns, "rows": rows}
+        load_record,
+        tile_smem,
+        t,
+        result=[ptx.INTEGER] * rows * columns,
+        static={"columns": columns, "rows": rows, "size": size},
     )
 
 
@@ -96,7 +103,7 @@ def call(kernel: Callable[..., Any], ctas: int, out_type: Any, *operands: Any) -
 
 
 def _slot(t: Any) -> jax.Array:
-    return lax.rem(jnp.int32(t), jnp.int32(RECORDS))
+    return lax.rem(jnp.int32(t), RECORDS)
 
 
 class _Order(NamedTuple):

@@ -120,12 +120,12 @@ def _copy(refs: Any, static: Any, step: jax.Array) -> None:
     """Issues the copies of a step into its stage."""
     problem, config, shape, ctas = static
     steps = problem.embedding // config.depth
-    tile, k = lax.div(step, jnp.int32(steps)), lax.rem(step, jnp.int32(steps))
-    group, within = lax.div(tile, jnp.int32(config.group)), lax.rem(tile, jnp.int32(config.group))
+    tile, k = lax.div(step, steps), lax.rem(step, steps)
+    group, within = lax.div(tile, config.group), lax.rem(tile, config.group)
     row, column = _place(config, shape, lax.axis_index("cta") + group * ctas)
     # The tiles past the last column read that of the last column again. A copy's start has to be a known multiple.
     column = jnp.minimum(column * config.group + within, (problem.vocabulary - 1) // config.columns)
-    slot = lax.rem(step, jnp.int32(config.stages))
+    slot = lax.rem(step, config.stages)
     tokens, depth = pl.ds(row * config.tokens, config.tokens), pl.ds(k * config.depth, config.depth)
     columns = pl.ds(column * config.columns, config.columns)
     weight = refs["weight"].at[*((columns, depth) if problem.transposed else (depth, columns))]
@@ -141,14 +141,14 @@ def _multiply(refs: Any, static: Any, first: jax.Array, total: jax.Array, acc: A
     @pl.loop(0, problem.embedding // config.depth)
     def _(k):
         step = first + k
-        slot = lax.rem(step, jnp.int32(config.stages))
+        slot = lax.rem(step, config.stages)
         plgpu.barrier_wait(refs["full"].at[slot])
         mine, weight = pl.ds(warpgroup * ROWS, ROWS), refs["weight_smem"].at[slot]
         weight = weight.transpose((1, 0)) if problem.transposed else weight
         plgpu.wgmma(acc, refs["hidden_smem"].at[slot, mine], weight)
         # The product of the step before has ended, and its stage is free.
         plgpu.wgmma_wait(1)
-        before = lax.rem(step + jnp.int32(config.stages - 1), jnp.int32(config.stages))
+        before = lax.rem(step + (config.stages - 1), config.stages)
 
         @pl.when(step > 0)
         def _():
@@ -232,7 +232,7 @@ def _store(refs: Any, static: Any, row: jax.Array, first: jax.Array, weights: ja
     if problem.soft_cap is not None:
         relative = z * (1.0 / problem.soft_cap)
         weights = weights * (1.0 - relative * relative)
-    slot = lax.rem(lax.div(first, jnp.int32(_PART)), jnp.int32(_STORES))
+    slot = lax.rem(lax.div(first, _PART), _STORES)
     stage = refs["weights_smem"].at[lax.axis_index("warpgroup"), slot]
     plgpu.wait_smem_to_gmem(_STORES - 1, wait_read_only=True)
     stage[...] = weights.astype(problem.dtype)
@@ -256,7 +256,7 @@ def _body(*refs: jax.Ref, names: tuple[str, ...], static: Any) -> None:
     problem, config, shape, ctas = static
     of = dict(zip(names, refs, strict=True))
     me, steps = lax.axis_index("cta"), problem.embedding // config.depth
-    groups = lax.div(shape[0] * shape[1] - me + ctas - 1, jnp.int32(ctas))
+    groups = lax.div(shape[0] * shape[1] - me + ctas - 1, ctas)
     if problem.weights == "tiles":
         groups = ptx.where(of["needed"][0] != 0, groups, 0)
     total = groups * (config.group * steps)

@@ -64,7 +64,7 @@ def arrive_each(ref: jax.Ref) -> None:
     ptx.inline(arrive_threads, ref)
 
 
-def wait(ref: jax.Ref, parity: jax.Array, scope: Literal["cluster", "cta"] = "cluster") -> None:
+def wait(ref: jax.Ref, parity: Index, scope: Literal["cluster", "cta"] = "cluster") -> None:
     """Waits for the end of a phase of that parity, and acquires what the cluster's CTAs, or this one's copies, sent.
 
     In the scope of a cluster each wait invalidates the L1 cache.

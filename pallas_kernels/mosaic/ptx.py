@@ -160,11 +160,11 @@ def inline(
     for x in operands:
         x, of_x = x if isinstance(x, tuple) else (x, None)
         if isinstance(x, Part):
-            ref, *starts = jax.tree.leaves(x)
-            x = jax.tree.unflatten(jax.tree.structure(x), [ref, *map(jnp.int32, starts)])
-            of_x = jax.tree.unflatten(jax.tree.structure(x), [of_x or plgpu.RefType(), *[SPLAT] * len(starts)])
+            (ref, *starts), structure = jax.tree.flatten(x)
+            x = jax.tree.unflatten(structure, [ref, *map(int32, starts)])
+            of_x = jax.tree.unflatten(structure, [of_x or plgpu.RefType(), *[SPLAT] * len(starts)])
         elif of_x is None and isinstance(x, (int, jax.Array)):
-            x, of_x = jnp.int32(x), SPLAT
+            x, of_x = int32(x), SPLAT
         types.append(plgpu.RefType() if of_x is None else of_x)
         arguments.append(x)
 
@@ -176,6 +176,11 @@ def inline(
     struct = lambda of: plgpu.ShapeDtypeStruct(of[0], jnp.dtype(of[1]), layout=of[2])
     returned = [*map(struct, result)] if isinstance(result, list) else None if result is None else struct(result)
     return plgpu.inline_mgpu(arg_types=tuple(types), return_type=returned)(of_parts)(*arguments)
+
+
+def int32(x: Index) -> Any:
+    """The same as an int32."""
+    return np.int32(x) if isinstance(x, int) else lax.convert_element_type(x, np.int32)
 
 
 def cut_by_operations(refs: SimpleNamespace, *names: str) -> None:

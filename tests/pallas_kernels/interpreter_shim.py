@@ -10,9 +10,9 @@ an attribute of the function given to `plgpu.inline_mgpu` (`models` says it for 
 Models run when the kernel is lowered: they may close over static values only, never over traced arrays.
 
 Also added: products that are under way until they are waited for (`in_flight`), reads of a cluster peer's shared
-memory, `async_store_smem`, TMA copies that add, predicated ones (which pipelines with outputs need), `run_state`, and
-WGMMA with its left operand in registers. Grid points run one after another in the interpreter, the threads and CTAs of
-one cluster concurrently.
+memory, `async_store_smem`, TMA copies that add, predicated ones (which pipelines with outputs need), `run_state`, `jit`
+of what uses references, and WGMMA with its left operand in registers. Grid points run one after another in the
+interpreter, the threads and CTAs of one cluster concurrently.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ import progress
 from jax import lax
 from jax._src import callback as jax_callback
 from jax._src import core as jax_core
+from jax._src import pjit
 from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic.interpret import utils as interpret_utils
 from jax._src.pallas.mosaic_gpu import core as gpu_core
@@ -56,6 +57,7 @@ class HopperInterpreter(jaxpr_interpret.JaxprInterpreter):
             gpu_primitives.wgmma_ref_p: self._multiply_registers,
             gpu_primitives.wgmma_wait_p: self._wait_for_products,
             lax.optimization_barrier_p: self._settle,
+            pjit.jit_p: self._call,
             discharge.run_state_p: self._run_state,
         }
         if not any(_is_ours(eqn, ours) for eqn in jaxpr.eqns):
@@ -91,6 +93,9 @@ class HopperInterpreter(jaxpr_interpret.JaxprInterpreter):
 
     def _forget(self, eqn: Any, token: Token, key: Any) -> Token:
         return gpu_callbacks.call_deallocate_buffer(token=token, allocation_key_as_array=key, **self._here(eqn))
+
+    def _call(self, eqn: Any, token: Token, values: list[Any]) -> tuple[Token, list[Any]]:
+        return self.interpret(eqn.params["jaxpr"], token, *values)
 
     def _run_state(self, eqn: Any, token: Token, values: list[Any]) -> tuple[Token, list[Any]]:
         refs, results = [], []
@@ -241,6 +246,8 @@ def _is_ours(eqn: Any, ours: Any) -> bool:
         return not isinstance(eqn.invars[1].aval, state_types.AbstractRef)
     if eqn.primitive is lax.optimization_barrier_p:  # only where a product may have begun in registers
         return len(eqn.invars) == 1 and eqn.invars[0].aval.ndim == 2 and eqn.invars[0].aval.dtype == jnp.float32
+    if eqn.primitive is pjit.jit_p:  # only one that uses references
+        return bool(eqn.effects)
     return eqn.primitive in ours
 
 

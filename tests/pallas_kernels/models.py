@@ -162,12 +162,14 @@ def _zero_from(machine: Any, static: Any, ref: Any, first: Any) -> None:
     machine.commit_smem()
 
 
-def _copy_tile(machine: Any, static: Any, source: Any, to: Any, full: Any, *starts: Any) -> None:
-    machine.copy_tile(source, static.sizes, starts, to, full)
-
-
-def _copy_panels(machine: Any, static: Any, source: Any, to: Any, full: Any, *starts: Any) -> None:
-    machine.copy_panels(source, static.sizes, starts, to, full)
+def _issue_copies(machine: Any, static: Any, full: Any, *operands: Any) -> None:
+    if not static.announced:
+        machine.expect_bytes(full, static.count)
+    following = iter(operands)
+    for sizes, in_panels, *_ in static.plans:
+        source, to = next(following), next(following)
+        starts = [next(following) for extent in sizes if extent is not None]
+        (machine.copy_panels if in_panels else machine.copy_tile)(source, sizes, starts, to, full)
 
 
 def _copy_own_page(machine: Any, static: Any, source: Any, tables: Any, to: Any, full: Any, *at: Any) -> None:
@@ -230,7 +232,7 @@ def _store_record(machine: Any, static: Any, words: Any, *numbers: Any) -> None:
 
 def _load_record(machine: Any, static: Any, words: Any, t: Any) -> list[Any]:
     row, column = np.indices((static.rows, static.columns)).reshape(2, -1)
-    found = machine.gather(words, (t % tile_scheduler.RECORDS * static.rows + row, column), True, 0)
+    found = machine.gather(words, (t % tile_scheduler.RECORDS * static.size + row, column), True, 0)
     return [found[i] for i in range(row.size)]
 
 

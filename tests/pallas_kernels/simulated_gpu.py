@@ -265,7 +265,7 @@ class Machine:
         self.step(functools.partial(_copy, sizes=sizes, in_panels=False), source, to, barrier, starts=_stacked(starts))
 
     def copy_panels(self, source: Ref, sizes: Any, at: Any, to: Ref, barrier: Ref) -> None:
-        """The TMA copies of `pipeline.copy_rows`, done like `copy_tile`."""
+        """The TMA copies of rows into panels, done like `copy_tile`."""
         self.step(functools.partial(_copy, sizes=sizes, in_panels=True), source, to, barrier, starts=_stacked(at))
 
     def copy_pages(self, source: Ref, tables: Ref, at: Any, to: Ref, barrier: Ref, *, pages_first: bool) -> None:

@@ -234,7 +234,7 @@ LEFT = {
     "products of the tensor cores, and their accumulators' order": (
         *("load_fragments", "operation", "reduce_fragments", "store_fragments", "store_squares", "wait_for_numbers"),
     ),
-    "copies by TMA of whole tiles": ("copy_panels", "copy_tile", "copy_vectors", "store_panels"),
+    "copies by TMA of whole tiles": ("copy_vectors", "issue_copies", "store_panels"),
     "Mosaic's own maxima and sums of arrays": ("fold_groups",),
     "what only the compilers hear, and registers that are moved": (
         *("copy_scalar", "first_lane", "first_warp", "keep_loop", "shuffle_first"),
