@@ -55,7 +55,7 @@ def unsupported(problem: Attention, device: Device) -> str | None:
 
 
 def scratch(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
-    """Shared memory of a CTA, by name."""
+    """Lays out the shared memory of a CTA, by name."""
     (head_dim, value_dim), dtype = padded_dims(problem), problem.dtype
     w, block_q, stages = config.warpgroups, config.block_q, config.stages
     found = dict(
@@ -86,7 +86,7 @@ def shared_bytes(problem: Attention, config: BackwardConfig) -> int:
 
 
 def _arrivals(problem: Attention, config: BackwardConfig) -> dict[str, tuple[int, ...]]:
-    """The CTA's barriers by name, with the number of arrivals that completes a phase."""
+    """Returns the CTA's barriers by name, with the number of arrivals that completes a phase."""
     warps, stages, slots = ptx.WARPS * config.warpgroups, config.stages, config.bias_stages
     found = {"kv_full": (1,), "kv_empty": (warps,), "full": (1,) * stages, "empty": (warps,) * stages}
     if slots:
@@ -137,7 +137,7 @@ class _StageCoord(NamedTuple):
 
 
 def _place(tile: Tile, j: Any) -> _StageCoord:
-    """The coordinates of the tile's stage `j`."""
+    """Returns the coordinates of the tile's stage `j`."""
     h, i = 0, jnp.int32(j)
     if tile.group > 1:
         queries = lax.max(tile.span.end - tile.span.first, 1)
@@ -285,7 +285,7 @@ def _release_keys(tile: Tile) -> None:
 
 
 def _visit(tile: Tile, fetch: Callable[[], Any]) -> Any:
-    """A warpgroup's part of a tile: the gradients of 64 keys and values; `fetch` is called before they are written."""
+    """Computes a warpgroup's part of a tile: gradients of 64 keys and values; calls `fetch` before it writes them."""
     warpgroup, widths = lax.axis_index("warpgroup"), (tile.problem.head_dim, tile.problem.value_dim)
     zeros = (plgpu.layout_cast(jnp.zeros((CHUNK, columns), jnp.float32), WGMMA) for columns in widths)
     pipeline.wait(tile.refs.kv_full, tile.t, 1)
@@ -581,7 +581,7 @@ def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, cta
     zero = 0 * cta  # no literal: Mosaic takes none where it expects a value
 
     def fetch(t: Any) -> jax.Array:
-        """The number of the CTA's tile `t`; a dynamic scheduler fetches it in warpgroup 0, without waiting."""
+        """Returns the number of the CTA's tile `t`; a dynamic scheduler fetches it in warpgroup 0, without waiting."""
         if config.scheduler != "dynamic":
             return cta + t * ctas
         is_first = lax.axis_index("warpgroup") == 0
@@ -594,7 +594,7 @@ def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, cta
             tile_scheduler.publish(refs.tile_smem, t, (ptx.where(number < tiles, batch, -1), *rest))
 
     def prologue(tile: Tile) -> None:
-        """The first copies of the CTA."""
+        """Issues the first copies of the CTA."""
         _copy_keys(tile)
         for n in range(stages):
             _copy_stage(tile, _place(tile, n), n)

@@ -80,7 +80,7 @@ class Tile:
     def of(
         cls, problem: Attention, config: AnyBackwardConfig, refs: SimpleNamespace, tile: jax.Array, first_stage: Any = 0
     ) -> "Tile":
-        """The `tile`th of all tiles of keys."""
+        """Returns the `tile`th of all tiles of keys."""
         per_head, together = -(-problem.key_length // config.block_kv), _heads_per_group(problem, config)
         section, tile = lax.div(tile, per_head * together), lax.rem(tile, per_head * together)
         index, head = lax.div(tile, together), section * together + lax.rem(tile, together)
@@ -99,7 +99,7 @@ class Tile:
     def of_record(
         cls, problem: Attention, config: AnyBackwardConfig, refs: SimpleNamespace, t: Any, *, uniform: bool = True
     ) -> "Tile":
-        """The CTA's tile `t`, from its record; the batch is negative if there is no such tile."""
+        """Returns the CTA's tile `t`, from its record; the batch is negative if there is no such tile."""
         batch, key_head, index, first_stage, *span = tile_scheduler.read(refs.tile_smem, t, uniform=uniform)
         sequence = sequence_at(problem, config, refs, batch)
         return cls(problem, config, refs, batch, key_head, index, sequence, TileRange(*span), first_stage, t)
@@ -110,11 +110,11 @@ class Tile:
         return self.batch, self.key_head, self.index, self.first_stage, *self.span
 
     def again(self) -> "Tile":
-        """The tile from its record again, which frees registers meanwhile."""
+        """Returns the tile from its record again, which frees registers meanwhile."""
         return self if self.t is None else self.of_record(self.problem, self.config, self.refs, self.t)
 
     def following(self) -> "Tile":
-        """The CTA's next tile, for one warp's copies."""
+        """Returns the CTA's next tile, for one warp's copies."""
         return self.of_record(self.problem, self.config, self.refs, self.t + 1, uniform=False)
 
     @property
@@ -152,12 +152,12 @@ class Tile:
         return lax.max(self.steps, self.config.stages)
 
     def step(self, h: Any, i: jax.Array) -> Step:
-        """Head `h` of the group, the `i`th tile of queries."""
+        """Returns the step of head `h` of the group and the `i`th tile of queries."""
         n = h * (self.span.end - self.span.first) + (i - self.span.first)
         return Step(self.key_head * self.group + h, self.visited(i), self.first_stage + n, n == 0, i)
 
     def visited(self, i: Any) -> Any:
-        """The `i`th tile of queries; staggered tiles of keys start at different ones of those that need no mask."""
+        """Returns the `i`th tile of queries; staggered tiles of keys start at different ones that need no mask."""
         if not self.config.staggered:
             return i
         _, first, end, _ = self.span
@@ -166,7 +166,7 @@ class Tile:
         return ptx.where((first <= i) & (i < end), later, i)
 
     def each_head[Carry](self, visit: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
-        """`carry = visit(h, carry)` for each head of the group."""
+        """Runs `carry = visit(h, carry)` for each head of the group."""
         return visit(0, carry) if self.group == 1 else lax.fori_loop(0, self.group, visit, carry)
 
     def each_step_alike[Carry](self, visit: Callable[[Step, Carry], Carry], carry: Carry) -> Carry:
@@ -213,7 +213,7 @@ def tile_count(problem: Attention, config: AnyBackwardConfig) -> int:
 
 
 def spans(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace, found: mask.BlockMask) -> jax.Array:
-    """The spans of all tiles of keys, `[B|1, K|1, tiles, 4]`, of pairs of tiles of keys and of queries."""
+    """Returns the spans of all tiles of keys, `[B|1, K|1, tiles, 4]`, of pairs of tiles of keys and of queries."""
     found = mask.of_group(found, problem.group)
     met = mask.tile_ranges(found, -(-problem.query_length // config.block_q))
     first_keys = jnp.arange(0, problem.key_length, config.block_kv)[None, None, :]
@@ -227,7 +227,7 @@ def spans(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace, f
 
 
 def sequence_at(problem: Attention, config: AnyBackwardConfig, operands: SimpleNamespace, batch: Any) -> Sequence:
-    """The sequence at `batch`, or the sequences."""
+    """Returns the sequence at `batch`, or the sequences."""
     keys, queries = problem.key_length, problem.query_length
     if problem.key_lengths:
         keys = jnp.minimum(operands.key_lengths[batch], keys)
@@ -342,7 +342,7 @@ def _adders(tile: Tile, i: Any) -> tuple[Any, Any]:
 
 
 def dq_positions(problem: Attention, config: AnyBackwardConfig, spans: jax.Array) -> jax.Array:
-    """`dq_position` of each tile of keys and each of queries, from the spans `[B|1, K|1, tiles of keys, 4]`."""
+    """Returns `dq_position` of each tile of keys and each of queries, from the spans `[B|1, K|1, tiles of keys, 4]`."""
     i = jnp.arange(-(-problem.query_length // config.block_q))[None, None, None, :]
     adds = ((spans[..., :1] <= i) & (i < spans[..., 3:])).astype(jnp.int32)
     return lax.cumsum(adds, axis=2, reverse=last_tile_first(problem, config)) - adds
@@ -457,7 +457,7 @@ def _release_semaphore(semaphore: jax.Ref) -> None:
 
 
 def by_column(ref: Any, shape: tuple[int, ...]) -> jax.Array:
-    """One number a column, of float32 in shared memory, for all rows of `shape`."""
+    """Returns one number a column, of float32 in shared memory, for all rows of `shape`."""
     return lax.broadcast_in_dim(plgpu.load(ref, layout=COLUMN, optimized=False), shape, [1])
 
 
@@ -478,7 +478,7 @@ def load_early(tile: Tile, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
 
 
 def load_late(tile: Tile, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
-    """The bias that each thread loads for itself: there are no registers for it before."""
+    """Loads the bias, each thread for itself: there are no registers for it before."""
     if not tile.problem.bias or tile.config.bias_stages:
         return {}
     corner = tile.batch, step.head, *_corner(tile, step, warpgroup)
@@ -486,7 +486,7 @@ def load_late(tile: Tile, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
 
 
 def soft_capped(problem: Attention, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """The products scaled and capped, times log2(e), and the cap's derivative."""
+    """Returns the products scaled and capped, times log2(e), and the cap's derivative."""
     if problem.soft_cap is None:
         return x * (problem.scale * LOG2E), None
     # tanh(y) = 1 - 2 / (1 + exp(2 y)): the hardware's tanh errs by 2^-11.
@@ -497,7 +497,7 @@ def soft_capped(problem: Attention, x: jax.Array) -> tuple[jax.Array, jax.Array 
 def probabilities(
     tile: Tile, step: Step, warpgroup: Any, x: jax.Array, extras: dict[str, jax.Array], compare: Compare
 ) -> jax.Array:
-    """The probabilities of `soft_capped` products `x [64 keys, queries]`; `compare`: indices, ids and mask."""
+    """Returns the probabilities of `soft_capped` products `x [64 keys, queries]`; `compare`: indices, ids and mask."""
     problem, refs = tile.problem, tile.refs
     corner = tile.batch, step.head, *_corner(tile, step, warpgroup)
     if problem.bias:
@@ -512,12 +512,12 @@ def probabilities(
 
 
 def _corner(tile: Tile, step: Step, warpgroup: Any) -> tuple[jax.Array, jax.Array]:
-    """A tile's first key and query."""
+    """Returns a tile's first key and query."""
     return tile.first_key + warpgroup * WARPGROUP_ROWS, step.i * tile.config.block_q
 
 
 def _apply_mask(tile: Tile, extras: dict[str, jax.Array], corner: gather.Corner, x: jax.Array) -> jax.Array:
-    """`x` with -inf where indices, mask, segments or positions forbid it."""
+    """Returns `x` with -inf where indices, mask, segments or positions forbid it."""
     x = _in_bounds(tile, x, *corner[2:])
     if tile.problem.mask:
         x = gather.apply_bitmask(x, extras["mask_bits"])
@@ -536,7 +536,7 @@ def query_bounds(problem: Attention) -> tuple[int | None, int | None]:
 
 
 def _in_bounds(tile: Tile, x: jax.Array, key: Index, row: Index) -> jax.Array:
-    """`x` with -inf where a query of `row` ... does not see a key of `key` ... by its place, or there is none."""
+    """Puts -inf where a query of `row` ... does not see a key of `key` ... by its place, or there is none."""
     keys, _, left, right = tile.sequence
     shape, ragged = x.shape, tile.ragged
     limits = [keys - key if ragged else WARPGROUP_ROWS]

@@ -55,7 +55,7 @@ def unsupported(problem: Attention, device: Device) -> str | None:
 
 
 def _arrivals(problem: Attention, config: BackwardWideConfig) -> dict[str, tuple[int, ...]]:
-    """The CTA's barriers by name, with the arrivals that complete a phase."""
+    """Returns the CTA's barriers by name, with the arrivals that complete a phase."""
     warps, threads = (ptx.WARPS,), (ptx.WARPGROUP,)
     stages, d_out_stages, slots = config.stages, config.d_out_stages, config.bias_stages
     found = {"key_full": (1,), "value_full": (1,), "p_full": threads, "ds_full": threads}
@@ -71,7 +71,7 @@ def _arrivals(problem: Attention, config: BackwardWideConfig) -> dict[str, tuple
 
 
 def scratch(problem: Attention, config: BackwardWideConfig) -> dict[str, Any]:
-    """Shared memory, by name."""
+    """Lays out shared memory, by name."""
     (head_dim, value_dim), dtype, optional = padded_dims(problem), problem.dtype, {}
     if config.bias_stages:
         optional["bias_smem"] = tiled((config.bias_stages, *TILE), problem.bias_dtype)
@@ -90,7 +90,7 @@ def scratch(problem: Attention, config: BackwardWideConfig) -> dict[str, Any]:
 
 
 def shared_bytes(problem: Attention, config: BackwardWideConfig) -> int:
-    """Bytes of shared memory."""
+    """Counts the bytes of shared memory."""
     return backward_common.scratch_bytes(scratch(problem, config))
 
 
@@ -208,7 +208,7 @@ def _release(tile: Tile, step: Step, empty: jax.Ref, stages: int, fetch: Any) ->
 
 
 def _values(tile: Tile) -> None:
-    """The warpgroup of dV, and of the probabilities."""
+    """Runs the warpgroup of dV, and of the probabilities."""
     mbarrier.wait(tile.refs.key_full.at[0], jnp.int32(0))
 
     first = _first_scores(tile) if tile.config.prefetch_scores else None
@@ -244,7 +244,7 @@ def _issue_next_scores(tile: Tile, step: Step) -> jax.Array:
 def _add_to_dv(
     tile: Tile, step: Step, compare: Compare, carry: tuple[jax.Array | None, Sums]
 ) -> tuple[jax.Array | None, Sums]:
-    """A step of warpgroup 0; `carry`: its product of keys and queries, if that is multiplied ahead, and dV."""
+    """Takes a step of warpgroup 0; `carry`: its product of keys and queries, if that is multiplied ahead, and dV."""
     x, sums = carry
     problem, config, refs = tile.problem, tile.config, tile.refs
     d_out_slot = _slot(step.n, config.d_out_stages)
@@ -298,7 +298,7 @@ def _load_early(tile: Tile, step: Step) -> dict[str, jax.Array]:
 
 
 def _keys(tile: Tile) -> None:
-    """The warpgroup of dK, and of the score gradients."""
+    """Runs the warpgroup of dK, and of the score gradients."""
     mbarrier.wait(tile.refs.value_full.at[0], jnp.int32(0))
     mbarrier.wait(tile.refs.key_full.at[0], jnp.int32(0))
 
@@ -307,7 +307,7 @@ def _keys(tile: Tile) -> None:
 
 
 def _add_to_dk(tile: Tile, step: Step, sums: Sums) -> Sums:
-    """A step of warpgroup 1; `sums`: dK."""
+    """Takes a step of warpgroup 1; `sums`: dK."""
     problem, config, refs = tile.problem, tile.config, tile.refs
     here = ptx.opaque(jnp.int32(0))
     slot, d_out_slot = _slot(step.n, config.stages), _slot(step.n, config.d_out_stages)
@@ -359,7 +359,7 @@ def _release_previous(tile: Tile, step: Step, warpgroup: int) -> None:
 
 
 def _add_to_dq(tile: Tile, step: Step, warpgroup: int, at_first: Any = None, meanwhile: Any = None) -> Any:
-    """A warpgroup's columns of dQ; `meanwhile` begins more products, `at_first` runs when earlier ones are done."""
+    """Adds a warpgroup's columns of dQ; `meanwhile` begins products, `at_first` runs when earlier ones are done."""
     refs, here, ordered = tile.refs, ptx.opaque(jnp.int32(0)), tile.config.ordered_dq
     panels, size = refs.key_smem.shape[1], tile.config.dq_columns // CHUNK
     own = range(panels // 2) if warpgroup == VALUES else range(panels // 2, panels)

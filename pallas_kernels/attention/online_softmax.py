@@ -46,7 +46,7 @@ class Extras(NamedTuple):
 
 
 def load_extras(problem: Attention, refs: Any, place: TileCoord, key: jax.Array, keys: int, *, copied: bool) -> Extras:
-    """The tile of `keys` keys from `key` on; `copied`: but for the bias, which comes through shared memory."""
+    """Returns the tile of `keys` keys from `key` on; `copied`: but for the bias, which comes through shared memory."""
     corner = place.batch, place.head, place.row, key
     bias = gather.load_tile(refs.bias, corner, keys) if problem.bias and not copied else None
     return Extras(bias, gather.load_bits(refs.mask, 3, corner, keys, place.heads) if problem.mask else None)
@@ -60,7 +60,7 @@ def folds_scale(problem: Attention) -> bool:
 def logits(
     problem: Attention, refs: Any, place: TileCoord, extras: Extras, x: jax.Array, key: jax.Array, edge: Any
 ) -> jax.Array:
-    """The logits, still to be scaled if `folds_scale`; -inf where the query does not see the key.
+    """Returns the logits, still to be scaled if `folds_scale`; -inf where the query does not see the key.
 
     `edge`: whether indices, positions, segment ids and mask matter; None: never.
     """
@@ -80,7 +80,7 @@ def logits(
 def _apply_mask(
     problem: Attention, refs: Any, place: TileCoord, extras: Extras, key: jax.Array, x: jax.Array
 ) -> jax.Array:
-    """`x`, and -inf where indices, positions, segments or mask forbid it; `key` is the tile's first."""
+    """Returns `x`, and -inf where indices, positions, segments or mask forbid it; `key` is the tile's first."""
     if extras.mask_bits is not None:
         x = gather.apply_bitmask(x, extras.mask_bits)
     # Loaded only here, because most tiles are of one segment, and registers are scarce.
@@ -93,7 +93,7 @@ def _apply_mask(
 
 
 def _apply_positions(problem: Attention, refs: Any, corner: gather.Corner, x: jax.Array) -> jax.Array:
-    """`x`, and -inf where positions forbid it. Where those of both blocks count up by one, the first are enough."""
+    """Puts -inf where positions forbid it. If the positions of both blocks count up by one, the first are enough."""
     batch, _, row, key = corner
     left, right = mask.position_bounds(problem)
     query_base = refs.query_bases[batch, lax.div(row, WARPGROUP_ROWS)]
@@ -111,7 +111,7 @@ def _apply_positions(problem: Attention, refs: Any, corner: gather.Corner, x: ja
 
 
 def _in_bounds(problem: Attention, place: TileCoord, x: jax.Array, key: jax.Array) -> jax.Array:
-    """`x`, and -inf where the indices of query and key forbid it; `key` is the tile's first."""
+    """Returns `x`, and -inf where the indices of query and key forbid it; `key` is the tile's first."""
     left, right = mask.window_bounds(problem, place.queries, place.keys)
     whole = problem.key_length % x.shape[1] == 0 and not problem.key_lengths
     # A split of what a mask leaves may have none of it, and then no keys.
@@ -139,7 +139,7 @@ class State(NamedTuple):
 
 
 def initial(value_dim: int) -> State:
-    """No keys seen."""
+    """Makes the state of no keys seen."""
     rows = WARPGROUP_ROWS
     m = plgpu.layout_cast(jnp.full((rows,), -jnp.inf, jnp.float32), ROW)
     zeros = (plgpu.layout_cast(jnp.zeros((rows, n), jnp.float32), WGMMA) for n in (PARTIAL_COLUMNS, value_dim))
@@ -218,7 +218,7 @@ def update(
 
 
 def finalize(state: State, sink: jax.Array | None, hidden: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For each row: whether it saw no key (or is `hidden`), the factor of `out`, and the logsumexp.
+    """Returns for each row whether it saw no key (or is `hidden`), the factor of `out`, and the logsumexp.
 
     `sink`: one logit, or one for each row.
     """
@@ -236,7 +236,7 @@ def finalize(state: State, sink: jax.Array | None, hidden: jax.Array | None) -> 
 
 
 def by_row(x: jax.Array, like: jax.Array) -> jax.Array:
-    """One number a row, for all columns of `like`."""
+    """Returns one number a row, for all columns of `like`."""
     return lax.broadcast_in_dim(x, like.shape, [0])
 
 

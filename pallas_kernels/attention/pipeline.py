@@ -96,7 +96,7 @@ def release(empty: jax.Ref) -> jax.Array:
 
 
 def is_first_warp() -> jax.Array:
-    """1 in the first warp of the CTA, and 0 in the others."""
+    """Returns 1 in the first warp of the CTA, and 0 in the others."""
 
     def first_warp(ctx):
         text = (
@@ -138,7 +138,7 @@ def _announce(full: ir.Value, count: ir.Value) -> None:
 
 
 def size(ref: Any) -> int:
-    """Bytes of a part of shared memory."""
+    """Counts the bytes of a part of shared memory."""
     return math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize
 
 

@@ -123,7 +123,7 @@ class _Order(NamedTuple):
         return self.heads * len(self.length)
 
     def tile(self, n: Any, longest_first: Any) -> Any:
-        """The tiles at the places `n`, by the same operations in NumPy and on the device."""
+        """Returns the tiles at the places `n`, by the same operations in NumPy and on the device."""
         section = n // (self.section * len(self.length))
         rest = n - section * (self.section * len(self.length))
         last = (self.heads - 1) // self.section
@@ -163,7 +163,7 @@ def order(problem: Attention, config: ForwardConfig) -> tuple[np.ndarray, np.nda
 
 @functools.lru_cache(maxsize=64)
 def assign(problem: Attention, config: ForwardConfig, ctas: int) -> np.ndarray:
-    """`[ctas, 1 + n]`: for each CTA how many tiles of queries it takes, and which.
+    """Returns `[ctas, 1 + n]`: for each CTA how many tiles of queries it takes, and which.
 
     Each tile is assigned to the CTA that would be free first.
     """

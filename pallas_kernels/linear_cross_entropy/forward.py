@@ -107,7 +107,7 @@ def num_values(problem: Problem) -> int:
 
 
 def _place(config: Config, shape: tuple[int, int], group: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The place of a group among tiles of tokens and groups of columns: in bands of tokens, column by column."""
+    """Places a group among tiles of tokens and groups of columns: in bands of tokens, column by column."""
     rows, columns = shape
     band, within = jnp.divmod(group, jnp.int32(config.band * columns))
     first = band * config.band
@@ -163,13 +163,13 @@ def _multiply(refs: Any, static: Any, first: jax.Array, total: jax.Array, acc: A
 
 
 def _own_columns(z: jax.Array, last: jax.Array) -> jax.Array:
-    """A tile's logits, and -inf past its column `last`."""
+    """Returns a tile's logits, and -inf past its column `last`."""
     at = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=WGMMA)
     return ptx.where(at <= last, z, jnp.full_like(z, -jnp.inf))
 
 
 def _label_logit(parts: dict[int, jax.Array], label: jax.Array) -> jax.Array:
-    """The logit of each row's label, from parts of a tile by their first columns; 0 where no part has it."""
+    """Returns the logit of each row's label, from parts of a tile by their first columns; 0 where no part has it."""
 
     def pick() -> jax.Array:
         total = jnp.zeros_like(parts[0])
@@ -189,7 +189,7 @@ def _row_numbers(value: float) -> jax.Array:
 
 
 def _states(refs: Any, static: Any, row: jax.Array, column: jax.Array, x: jax.Array) -> tuple[jax.Array, ...]:
-    """The states of a tile's rows: maximum, sum, label's logit and, for the entropy, the sum of weighted logits."""
+    """Returns the states of a tile's rows: maximum, sum, label's logit, for the entropy a sum of weighted logits."""
     problem, config, _, _ = static
     z = x if problem.scale == 1.0 else x * problem.scale
     if problem.soft_cap is not None:
@@ -241,12 +241,12 @@ def _store(refs: Any, static: Any, row: jax.Array, first: jax.Array, weights: ja
 
 
 def _tokens(config: Config, row: jax.Array) -> Any:
-    """The warpgroup's tokens of a tile."""
+    """Returns the warpgroup's tokens of a tile."""
     return pl.ds(row * config.tokens + lax.axis_index("warpgroup") * ROWS, ROWS)
 
 
 def _merge(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """The states of two tiles of the same rows together."""
+    """Returns the states of two tiles of the same rows together."""
     relative = lambda state: (*state[:2], *state[3:])
     maximum, total, *rest = monoid.combine(relative(a), relative(b), exp=fast_math.exp_16bit)
     return maximum, total, a[2] + b[2], *rest

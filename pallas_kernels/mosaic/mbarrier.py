@@ -24,7 +24,7 @@ Cache = Literal["evict_last", "evict_first"] | None
 
 
 def barriers(count: int) -> Any:
-    """Scratch for `count` barriers."""
+    """Makes scratch for `count` barriers."""
     return plgpu.SMEM((count, 2), jnp.int32)
 
 

@@ -26,27 +26,27 @@ Index = jax.Array | int
 
 
 def i32() -> ir.Type:
-    """A word."""
+    """Returns a word."""
     return ir.IntegerType.get_signless(32)
 
 
 def i64() -> ir.Type:
-    """An address."""
+    """Returns an address."""
     return ir.IntegerType.get_signless(64)
 
 
 def c32(x: int) -> ir.Value:
-    """A 32-bit constant in the kernel."""
+    """Returns a 32-bit constant in the kernel."""
     return utils.c(x, i32())
 
 
 def c64(x: int) -> ir.Value:
-    """A 64-bit constant in the kernel."""
+    """Returns a 64-bit constant in the kernel."""
     return utils.c(x, i64())
 
 
 def thread_in_warpgroup() -> ir.Value:
-    """The thread's index in its warpgroup."""
+    """Returns the thread's index in its warpgroup."""
     return rem(utils.thread_idx(), WARPGROUP)
 
 
@@ -86,7 +86,7 @@ def scalar(x: mgpu.FragmentedArray) -> ir.Value:
 
 
 def integer(x: ir.Value) -> mgpu.FragmentedArray:
-    """The inverse, of an int32: an `INTEGER`."""
+    """Converts back, an int32 to an `INTEGER`."""
     return mgpu.FragmentedArray.splat(x, (), is_signed=True)
 
 
@@ -102,30 +102,30 @@ def word(x: mgpu.FragmentedArray) -> ir.Value:
 
 
 def elements(v: ir.Value) -> list[ir.Value]:
-    """The elements of an MLIR vector."""
+    """Lists the elements of an MLIR vector."""
     n = ir.VectorType(v.type).shape[0]
     return [vector.extract(v, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i])) for i in range(n)]
 
 
 def pair_word(pair: ir.Value, bits: int = 32) -> ir.Value:
-    """Two numbers of a vector as one of `bits` bits."""
+    """Packs two numbers of a vector as one of `bits` bits."""
     found = vector.bitcast(ir.VectorType.get((1,), ir.IntegerType.get_signless(bits)), pair)
     return vector.extract(found, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
 
 
 def global_address(ref: ir.Value) -> ir.Value:
-    """The address of an array in global memory."""
+    """Returns the address of an array in global memory."""
     return llvm.ptrtoint(i64(), utils.memref_ptr(ref))
 
 
 def word_address(words: ir.Value, index: ir.Value) -> ir.Value:
-    """The address of a word of an array in global memory."""
+    """Returns the address of a word of an array in global memory."""
     wide = arith.extui(i64(), index)
     return add(global_address(words), mul(wide, 4))
 
 
 def shared_address(ref: ir.Value) -> ir.Value:
-    """The address of an array in the CTA's shared memory."""
+    """Returns the address of an array in the CTA's shared memory."""
     return llvm.ptrtoint(i32(), utils.memref_ptr(ref))
 
 
@@ -143,7 +143,7 @@ def asm_value(text: str, constraints: str, operands: list[ir.Value], kind: ir.Ty
 
 
 def asm(text: str, constraints: str, operands: list[ir.Value]) -> None:
-    """Inline assembly without a result."""
+    """Runs inline assembly without a result."""
     asm_value(text, constraints, operands, ir.Type.parse("!llvm.void"))
 
 
@@ -248,7 +248,7 @@ class Part:
 
 
 def where(condition: Any, x: Any, y: Any) -> jax.Array:
-    """`jnp.where` of arrays of the condition's shape and of numbers, which opens no `jit`: tracing takes a third."""
+    """Selects as `jnp.where`, arrays of the condition's shape and numbers, without a `jit`: tracing takes a third."""
     of_numbers = jnp.result_type(*(np.int32 if isinstance(v, int) else np.float32 for v in (x, y)))
     dtype = next((v.dtype for v in (x, y) if isinstance(v, jax.Array)), of_numbers)
     number = lambda v: lax.full(condition.shape, v, dtype) if condition.shape else dtype.type(v)
