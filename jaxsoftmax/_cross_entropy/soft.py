@@ -97,7 +97,7 @@ def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -
     def loss(*moved: jax.Array) -> jax.Array:
         operands = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))
         if primals[0].size <= _FUSED_ELEMENTS:
-            return _formula(*operands.values(), params["axes"])
+            return _formula(*operands.values(), axes=params["axes"])
         return _by_states(*operands.values(), **params)
 
     out, slope = jax.jvp(loss, [primals[i] for i in moving], [tangents[i] for i in moving])
