@@ -44,7 +44,7 @@ MOVING = ("hidden", "weight", "bias", "scale", "cap")  # the operands that have 
 TANGENT, COTANGENT, SAVED = "tangent_", "cotangent_", "saved_"  # prefixes of what has another operand's axes
 
 KERNEL = "linear_cross_entropy"
-# What the kernel, and what computes gradients from its results, reads; it refuses other operands.
+# Operands that the kernel and the gradients from its results read; it refuses others.
 _READ = {"hidden", "weight", "labels", "weights", "max", "sum", "entropy", COTANGENT + "loss", COTANGENT + "lse"}
 COLUMNS = (1,)  # the axes of a chunk's rows
 
@@ -53,7 +53,7 @@ Operands = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What is known of a call when it is traced."""
+    """Facts of a call that are known when it is traced."""
 
     transposed: bool = False  # the weight is [vocabulary, embedding]
     precision: Any = None
@@ -82,7 +82,7 @@ class Rules:
         return axes[::-1] if self.transposed and axes == "ev" else axes
 
     def vocabulary(self, shape: Sequence[Any]) -> Any:
-        """The number of columns of a weight of this shape."""
+        """Returns the number of columns of a weight of this shape."""
         return shape[self.axes("weight").index("v")]
 
 
@@ -101,7 +101,7 @@ class Parts(NamedTuple):
 def kernel_reason(
     rules: Rules, operands: Mapping[str, Any], device: Device, *, for_gradient: bool = False
 ) -> str | None:
-    """Why no kernel multiplies hidden states and weight; only shapes and dtypes of the operands are read.
+    """Says why no kernel multiplies hidden states and weight; only shapes and dtypes of the operands are read.
 
     Without the kernel losses are computed in chunks of tokens. Gradients are in either case.
     """
@@ -145,7 +145,7 @@ def decide(rules: Rules, operands: Mapping[str, Any], device: Device, *, for_gra
 
 
 def _problem(rules: Rules, operands: Mapping[str, Any], weights: Literal["rows", "tiles"] | None = None) -> Any:
-    """What the kernel computes, of operands with any number of token axes."""
+    """Describes to the kernel a call on operands with any number of token axes."""
     from pallas_kernels.linear_cross_entropy.forward import Problem
 
     *tokens, embedding = operands["hidden"].shape
@@ -173,7 +173,7 @@ def _run(rules: Rules, operands: Operands, local: jax.Array, weights: Any = None
 
 
 def numbers(rules: Rules, operands: Operands, local: jax.Array) -> Operands:
-    """The terms of the losses; `local` are the labels among this device's columns."""
+    """Returns the terms of the losses; `local` are the labels among this device's columns."""
     found = _run(rules, operands, local)
     terms = {"max": found.max, "sum": found.sum, "label": found.label}
     if found.spread is not None:
@@ -217,7 +217,7 @@ def numbers_and_weights(rules: Rules, operands: Operands, local: jax.Array) -> t
         distance = jnp.log(first.sum)
         are_rows = (jnp.abs(distance) <= _REACH).all()
         found = _run(rules, operands, local, "tiles", needed=~are_rows, place=first.weights)
-        # A sum relative to what is not the maximum is one to the logsumexp.
+        # The sum is relative to an estimate, so report (logsumexp, 1).
         of_rows = estimate + distance, jnp.ones_like(first.sum), first.label
         of_tiles = found.max, found.sum, found.label
         terms = tuple(jnp.where(are_rows, x, y) for x, y in zip(of_rows, of_tiles, strict=True))
@@ -228,7 +228,7 @@ def numbers_and_weights(rules: Rules, operands: Operands, local: jax.Array) -> t
 
 
 def _estimate(rules: Rules, operands: Operands) -> jax.Array:
-    """The logsumexps of rows whose columns were all like some, which lie apart."""
+    """Estimates each row's logsumexp from 256 evenly spaced columns."""
     axis = rules.axes("weight").index("v")
     vocabulary = operands["weight"].shape[axis]
     few = jax.lax.slice_in_dim(operands["weight"], 0, vocabulary, max(vocabulary // _ESTIMATED_FROM, 1), axis)
@@ -241,7 +241,7 @@ def _estimate(rules: Rules, operands: Operands) -> jax.Array:
 def slopes(
     rules: Rules, weights: Weights, known: Stats, of_p: jax.Array, of_q: jax.Array, local: jax.Array, exists: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`(of_p * p - of_q * [column == label]) * dz/dx` of each logit, as an array and factors of its rows.
+    """Returns `(of_p * p - of_q * [column == label]) * dz/dx` of each logit, as an array and factors of its rows.
 
     The array takes the place of the weights, and is padded like them. A row that does not exist has a factor of 0, or
     zeros. All but `weights` have the shape `[tokens]`; a label in none of the columns is negative.
@@ -262,8 +262,8 @@ def slopes(
     at = jnp.arange(len(local)), jnp.where(has_label, local, weights.of_columns.shape[1])
     of_p_label = decay(weights.label, estimate) * slope_of_cap
     exact = of_p_label - of_label / jnp.where(factor == 0, 1.0, factor)
-    # Most of a row's gradient is the label's part, whose rounding the row's factor makes up for. XLA would drop a
-    # conversion to 16 bits and back.
+    # The label's entry dominates; its rounding error is moved into the row's factor. XLA would drop a conversion to 16
+    # bits and back.
     rounded = jax.lax.reduce_precision(exact, exponent_bits=8, mantissa_bits=7)
     x = weights.of_columns.at[at].set(rounded.astype(weights.of_columns.dtype), mode="drop", unique_indices=True)
     factor = jnp.where(has_label & (rounded != 0), factor * (exact / rounded), factor)

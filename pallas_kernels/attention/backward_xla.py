@@ -1,4 +1,4 @@
-"""What the backward kernels read and write, what XLA does before them and after them, and the launch."""
+"""Launches the backward kernels: makes their operands and results, with XLA's work before and after them."""
 
 import dataclasses
 import functools
@@ -27,19 +27,19 @@ def _up(x: int, multiple: int) -> int:
 
 
 def padded_dims(problem: Attention) -> tuple[int, int]:
-    """`head_dim` and `value_dim` as the matrix products want them; the config is for the larger one, the former."""
+    """Rounds `head_dim` and `value_dim` up for the matrix products; the config is for the larger one, the former."""
     value_dim = _up(problem.value_dim, CHUNK)
     return max(_up(problem.head_dim, CHUNK), value_dim), value_dim
 
 
 def named(problem: Attention, operands: tuple[jax.Array, ...]) -> SimpleNamespace:
-    """The operands by name."""
+    """Returns the operands by name."""
     names = (*operand_names(problem), "out", "lse", "d_out", "d_lse")
     return SimpleNamespace(**dict(zip(names, operands, strict=True)))
 
 
 def with_split_heads(problem: Attention, config: AnyBackwardConfig) -> Attention:
-    """`problem` as if each split of a group of query heads had keys and values of its own."""
+    """Returns `problem` as if each split of a group of query heads had keys and values of its own."""
     return dataclasses.replace(problem, key_heads=problem.key_heads * config.head_splits)
 
 
@@ -59,7 +59,7 @@ def tiles_without_keys(nothing: jax.Array, config: AnyBackwardConfig) -> jax.Arr
 
 
 def row_delta(ops: SimpleNamespace, nothing: jax.Array) -> jax.Array:
-    """Delta, `[B, N, T]`: what is added to dO V^T, so that times the probabilities it is the logits' gradient."""
+    """Computes `delta = d_lse - rowsum(dO * O)`, `[B, N, T]`, so that `dLogits = P * (dO V^T + delta)`."""
     # Written as a product and a sum, not as a dot: XLA may give those to cuBLAS, and round.
     d_p = (ops.d_out.astype(jnp.float32) * ops.out.astype(jnp.float32)).sum(-1)
     return jnp.where(nothing, 0.0, ops.d_lse - jnp.swapaxes(d_p, 1, 2))
@@ -68,7 +68,7 @@ def row_delta(ops: SimpleNamespace, nothing: jax.Array) -> jax.Array:
 def inputs(
     problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace, nothing: jax.Array, delta: jax.Array
 ) -> dict[str, Any]:
-    """What the kernel reads, by name; queries come last, as a tile's columns, but for a bias that TMA copies."""
+    """Makes the kernel's operands, by name; queries come last, as a tile's columns, but for a bias that TMA copies."""
     b, n, rows = problem.batch, problem.query_heads, _up(problem.query_length, config.block_q)
     found = dict(
         query=ops.query,
@@ -89,7 +89,7 @@ def inputs(
 
 
 def what_is_seen(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace) -> dict[str, Any]:
-    """The mask's bits, ids, positions, the tiles of queries for each tile of keys, and the order of dQ, by name."""
+    """Makes the mask's bits, ids, positions, the tiles of queries for each tile of keys, and the order of dQ."""
     found: dict[str, Any] = {}
     blocks, seen = (config.block_kv, config.block_q), []
     if problem.mask:
@@ -114,7 +114,7 @@ def what_is_seen(problem: Attention, config: AnyBackwardConfig, ops: SimpleNames
 def outputs(
     problem: Attention, config: AnyBackwardConfig, inputs: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the kernel writes, by name: all of an array, and in places, of one that is zero before."""
+    """Gives the results' types, by name: of arrays that are written whole, and of zeros that are written in part."""
     b, n, rows = inputs["lse"].shape
     head_dim, _ = padded_dims(problem)
     kv_dtype = problem.dtype if config.head_splits == 1 else jnp.float32
@@ -141,7 +141,7 @@ def outputs(
 
 
 def gradients(problem: Attention, config: AnyBackwardConfig, written: dict[str, jax.Array]) -> list[jax.Array]:
-    """Those of query, key and value from what the kernel wrote."""
+    """Makes the gradients of query, key and value from the kernel's results."""
 
     def over_splits(sums: jax.Array) -> jax.Array:
         if config.head_splits == 1:
@@ -159,7 +159,7 @@ def gradients(problem: Attention, config: AnyBackwardConfig, written: dict[str, 
 
 
 def bias_gradient(problem: Attention, ops: SimpleNamespace, d_logits: jax.Array) -> jax.Array:
-    """The gradient of the logits, `[B, N, S, T]` with padding, summed to the bias' shape."""
+    """Returns the gradient of the logits, `[B, N, S, T]` with padding, summed to the bias' shape."""
     assert problem.bias is not None
     d_logits = jnp.swapaxes(d_logits[:, :, : problem.key_length, : problem.query_length], 2, 3)
     axes = tuple(d for d in range(4) if problem.bias[d] == 1)
@@ -167,7 +167,7 @@ def bias_gradient(problem: Attention, ops: SimpleNamespace, d_logits: jax.Array)
 
 
 def sinks_gradient(ops: SimpleNamespace, nothing: jax.Array, delta: jax.Array) -> jax.Array:
-    """The sinks' weights in their rows' sums, times delta."""
+    """Returns the sinks' weights in their rows' sums, times delta."""
     weight = jnp.where(nothing, 0.0, monoid.decay(ops.sinks[None, :, None], ops.lse))
     return (weight * delta).sum((0, 2)).astype(ops.sinks.dtype)
 

@@ -49,7 +49,7 @@ def unsupported(problem: Attention, device: Device) -> str | None:
 
 
 def scratch(problem: Attention, config: ForwardConfig) -> dict[str, Any]:
-    """Shared memory of a CTA, by name; the output leaves through as many columns as the rest leaves room for."""
+    """Lays out a CTA's shared memory by name; the output leaves through as many columns as there is room for."""
     w, stages, dtype = config.warpgroups, config.stages, problem.dtype
     found: dict[str, Any] = {
         "query_smem": panels((w, WARPGROUP_ROWS, problem.head_dim), dtype),
@@ -67,7 +67,7 @@ def scratch(problem: Attention, config: ForwardConfig) -> dict[str, Any]:
 
 
 def shared_bytes(problem: Attention, config: ForwardConfig) -> int:
-    """Bytes of shared memory."""
+    """Counts the bytes of shared memory."""
     return _bytes(scratch(problem, config))
 
 
@@ -76,7 +76,7 @@ def _bytes(arrays: dict[str, Any]) -> int:
 
 
 def _arrivals(problem: Attention, config: ForwardConfig) -> dict[str, tuple[int, ...]]:
-    """The CTA's barriers by name, with the number of arrivals that completes a phase."""
+    """Returns the CTA's barriers by name, with the number of arrivals that completes a phase."""
     w, stages, bias = config.warpgroups, config.stages, config.bias_stages
     return {
         "query_full": (1,) * w,
@@ -128,7 +128,7 @@ class _Step(NamedTuple):
 
 
 def _start(cta: Cta) -> None:
-    """The prologue: barriers, the first tiles' records, and the copies of the first stages."""
+    """Runs the prologue: barriers, the first tiles' records, and the copies of the first stages."""
     problem, config, me = cta.problem, cta.config, lax.axis_index("cta")
 
     @pl.when(lax.axis_index("warpgroup") == 0)
@@ -157,7 +157,7 @@ def _start(cta: Cta) -> None:
 
 
 def _index(cta: Cta, t: Any, tile_number: Any) -> jax.Array:
-    """The index of the CTA's tile `t`: from its row of the table, or, with a dynamic scheduler, by `tile_number`."""
+    """Finds the index of the CTA's tile `t` in its row of the table, or, with a dynamic scheduler, by `tile_number`."""
     if cta.config.scheduler == "static":
         me, last = lax.axis_index("cta"), cta.tiles.shape[1] - 2
         return ptx.where(t < cta.tiles[me, 0], cta.tiles[me, 1 + lax.min(t, last)], tile_scheduler.NO_TILE)
@@ -205,7 +205,7 @@ def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
 
 
 def _read(cta: Cta, t: Any) -> _Tile:
-    """The record of the CTA's tile `t`, as if it began at step 0; a tile that does not exist has no steps."""
+    """Returns the record of the CTA's tile `t`, as if it began at step 0; a tile that does not exist has no steps."""
     return _tile(cta, tile_scheduler.read(cta.tile_smem, t, uniform=False), t, 0)
 
 
@@ -216,7 +216,7 @@ def _read_steps(cta: Cta, t: Any) -> jax.Array:
 
 
 def _tile(cta: Cta, record: tuple[Any, ...], t: Any, n: Any) -> _Tile:
-    """The tile that a record describes."""
+    """Returns the tile that a record describes."""
     batch, key_head, first, end, head, index, inner_first, inner_end, *lengths = record
     queries, keys = cta.problem.query_length, cta.problem.key_length
     if cta.problem.query_lengths:
@@ -235,17 +235,17 @@ def _place(cta: Cta, tile: _Tile) -> TileCoord:
 
 
 def _step_of(cta: Cta, tile: _Tile, i: Any) -> _Step:
-    """The tile's step `i`."""
+    """Returns the tile's step `i`."""
     return _Step(tile.batch, tile.key_head, _key_of(cta, tile, i), tile.keys, 1)
 
 
 def _key_of(cta: Cta, tile: _Tile, i: Any) -> jax.Array:
-    """The first key of the tile's step `i`."""
+    """Returns the first key of the tile's step `i`."""
     return lax.mul(lax.sub(lax.sub(tile.span.end, 1), i), cta.config.block_kv)
 
 
 def _step_before(cta: Cta, tile: _Tile, i: Any, before: _Tile) -> _Step:
-    """The step before the tile's step `i`; before its first step, the last one of the tile `before`."""
+    """Returns the step before the tile's step `i`; before its first step, the last one of the tile `before`."""
     last_key = lax.mul(before.span.first, cta.config.block_kv)
     last = _Step(before.batch, before.key_head, last_key, before.keys, 1)
     steps, is_within = (_step_of(cta, tile, lax.sub(i, 1)), last), lax.gt(i, 0)
@@ -262,7 +262,7 @@ def _copy_query(cta: Cta, tile: _Tile, warpgroup: Any) -> None:
 
 
 def _own(place: TileCoord, warpgroup: Any) -> TileCoord:
-    """The place of a warpgroup's rows of a tile."""
+    """Returns the place of a warpgroup's rows of a tile."""
     return place._replace(row=place.row + warpgroup * (WARPGROUP_ROWS // place.heads))
 
 
@@ -425,7 +425,7 @@ def _release_bias(cta: Cta, tile: _Tile, i: jax.Array) -> None:
 
 
 def _tiles(cta: Cta) -> None:
-    """All tiles of queries of this CTA."""
+    """Computes all tiles of queries of this CTA."""
     warpgroup = lax.axis_index("warpgroup")
 
     def visit(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

@@ -4,8 +4,8 @@ There are five sources: bounds of indices (causal and window), a boolean mask, p
 and lengths. Bounds of indices give each tile a range of the other side's tiles. Masks, segments and positions give a
 `BlockMask` of blocks, from which XLA finds such ranges before the kernel starts.
 
-A mask is packed in words of bits, in the order in which WGMMA leaves a tile's scores in a thread's registers. Of each
-row a thread has columns `8 j + 2 q + e`, for its place `q` among four threads, all `j`, and `e` of 0 and 1. Bit
+A mask is packed in words of bits, in the order in which WGMMA leaves a tile's scores in a thread's registers. A
+thread has of each row columns `8 j + 2 q + e`, for its place `q` among four threads, all `j`, and `e` of 0 and 1. Bit
 `2 j + e` of the row's word `q` is for that column: four words hold 128 columns, and a tile of 64 has their lower or
 upper halves. So which bit is a score's is a constant of the kernel.
 
@@ -30,7 +30,7 @@ Int = jax.Array | int
 
 
 def window_bounds(problem: Attention, queries: Int | None = None, keys: Int | None = None) -> tuple[Any, Any]:
-    """`(left, right)`: query i sees keys `i + left <= j <= i + right` at most; None: no such bound.
+    """Returns `(left, right)`: query i sees keys `i + left <= j <= i + right` at most; None: no such bound.
 
     They are those of a sequence of `queries` and `keys`, by default as many as the arrays hold, which matters only if
     sequences are aligned at their ends. Which of the two bounds there are is the same for all sequences. Indices have
@@ -46,7 +46,7 @@ def window_bounds(problem: Attention, queries: Int | None = None, keys: Int | No
 
 
 def position_bounds(problem: Attention) -> tuple[int | None, int | None]:
-    """`(left, right)`: a query at `i` sees keys at `i + left` to `i + right` at most; None: no such bound."""
+    """Returns `(left, right)`: a query at `i` sees keys at `i + left` to `i + right` at most; None: no such bound."""
     before, after = problem.window
     rights = [] if after is None else [problem.window_offset + after]
     rights += [] if problem.causal_offset is None else [problem.causal_offset]
@@ -111,13 +111,13 @@ def tile_kv_range(
 
 
 def clamp(span: TileRange, own: TileRange) -> TileRange:
-    """`own` within `span`: at least one tile."""
+    """Returns `own` within `span`: at least one tile."""
     first = _min(own.first, span.end - 1)
     return own._replace(first=first, end=clip(own.end, first + 1, span.end))
 
 
 def intersect(span: TileRange, by: TileRange) -> TileRange:
-    """The tiles of both, at least one, which need no mask if they need none in either."""
+    """Returns the intersection, never empty; a tile is unmasked only if both ranges leave it unmasked."""
     first = clip(by.first, span.first, span.end - 1)
     end = clip(by.end, first + 1, span.end)
     return TileRange(first, _max(span.inner_first, by.inner_first), _min(span.inner_end, by.inner_end), end)
@@ -144,7 +144,7 @@ def _max(x: Int, y: Int) -> Int:
 
 
 def clip(x: Int, low: Int, high: Int) -> Int:
-    """`x`, but `low` at least, and `high` at most."""
+    """Returns `x`, but `low` at least, and `high` at most."""
     return _min(high, _max(low, x))
 
 
@@ -160,7 +160,7 @@ class BlockMask(NamedTuple):
 
 
 def both(a: BlockMask, b: BlockMask) -> BlockMask:
-    """The intersection of two masks."""
+    """Returns the intersection of two masks."""
     return BlockMask(a.visible & b.visible, a.full & b.full)
 
 
@@ -173,7 +173,7 @@ def of_group(pairs: BlockMask, group: int) -> BlockMask:
 
 
 def tile_ranges(pairs: BlockMask, columns: int) -> jax.Array:
-    """Each row's `TileRange` of `columns` blocks, `[B|1, heads|1, blocks of rows|1, 4]`; zeros if it sees no block."""
+    """Finds each row's `TileRange` of `columns` blocks, `[B|1, heads|1, blocks of rows|1, 4]`; zeros for no block."""
     visible, full = (jnp.broadcast_to(x, (*x.shape[:3], columns)) for x in pairs)
     column = jnp.arange(columns)[None, None, None, :]
     # Minima and maxima, which XLA finds in one pass, and not `argmax`.
@@ -228,7 +228,7 @@ def blocks_of_mask(
 
 
 def bitmask_blocks(words: jax.Array, axis: int, columns: int, block_rows: int, block_columns: int) -> BlockMask:
-    """The blocks of rows of `words`, packed from `columns` columns, against those of 64 or 128 columns."""
+    """Returns the blocks of rows of `words`, packed from `columns` columns, against those of 64 or 128 columns."""
     beyond = ~pack_bits(jnp.ones([columns if i == axis else 1 for i in range(4)], bool), axis)
     some = _over_rows(lax.reduce_or, words, 0, axis, block_rows)
     every = _over_rows(lax.reduce_and, words | beyond, ALL_BITS, axis, block_rows)
@@ -243,7 +243,7 @@ def bitmask_blocks(words: jax.Array, axis: int, columns: int, block_rows: int, b
 
 
 def _over_rows(reduce: Callable[..., jax.Array], words: jax.Array, fill: int, axis: int, block_rows: int) -> jax.Array:
-    """The words of each block of rows in one, `[B|1, N|1, blocks of columns, blocks of rows]`; `fill` for no row."""
+    """Joins the words of each block of rows, `[B|1, N|1, blocks of columns, blocks of rows]`; `fill` for no row."""
     rows, places = AXES[axis]
     size = min(words.shape[rows], block_rows)
     widths = [(0, -extent % size if i == rows else 0) for i, extent in enumerate(words.shape)]
@@ -256,7 +256,7 @@ REMAINDERS = 32
 
 
 def segment_blocks(rows: jax.Array, columns: jax.Array, block_rows: int, block_columns: int) -> BlockMask:
-    """The blocks of `rows [B, T]` against those of `columns [B, S]`, both ids."""
+    """Returns the blocks of `rows [B, T]` against those of `columns [B, S]`, both ids."""
     low, high, present = (x[:, None, :, None] for x in _blocks(rows, block_rows))
     other_low, other_high, other_present = (x[:, None, None, :] for x in _blocks(columns, block_columns))
     visible = (low <= other_high) & (other_low <= high) & (present & other_present != 0)
@@ -270,7 +270,7 @@ def position_blocks(
     block_columns: int,
     bounds: tuple[int | None, int | None],
 ) -> BlockMask:
-    """The blocks of `rows [B, T]` against those of `columns [B, S]`, both positions.
+    """Returns the blocks of `rows [B, T]` against those of `columns [B, S]`, both positions.
 
     A row sees columns from its own position plus the first of the bounds on, up to that plus the second.
     """
@@ -290,9 +290,9 @@ _LARGEST_BASE = 2**29 - 64  # of which the differences, with a row of 128 and a 
 
 
 def block_bases(positions: jax.Array, size: int, blocks: int) -> jax.Array:
-    """The first position of each block of `size`, `[B, blocks]`; `NO_BASE` where a block's do not count up by one.
+    """Finds each block's first position, `[B, blocks]`; `NO_BASE` where its positions do not count up by one.
 
-    It saves a kernel the loads of positions. What is past the last position counts on from there.
+    It saves a kernel the loads of positions. Places past the last position count on from there.
     """
     count = positions.shape[1]
     bases = positions - (jnp.arange(count, dtype=jnp.int32) % size)[None]
@@ -302,7 +302,7 @@ def block_bases(positions: jax.Array, size: int, blocks: int) -> jax.Array:
 
 
 def _blocks(ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of each block of `size` ids the least, the greatest, and a bit for each remainder, `[B, blocks]`."""
+    """Gives each block of `size` ids its least, its greatest, and a bit for each remainder, `[B, blocks]`."""
     missing = -ids.shape[1] % size
     ids = jnp.pad(ids, ((0, 0), (0, missing)), mode="edge").reshape(ids.shape[0], -1, size)
     bits = jnp.uint32(1) << (ids & (REMAINDERS - 1)).astype(jnp.uint32)
@@ -310,7 +310,7 @@ def _blocks(ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]
 
 
 def skips_tiles(problem: Attention) -> bool:
-    """Whether some tiles of queries skip tiles of keys."""
+    """Says whether some tiles of queries skip tiles of keys."""
     return problem.has_data_mask or window_bounds(problem) != (None, None)
 
 

@@ -114,7 +114,7 @@ def _in_bounds(problem: Attention, place: TileCoord, x: jax.Array, key: jax.Arra
     """Returns `x`, and -inf where the indices of query and key forbid it; `key` is the tile's first."""
     left, right = mask.window_bounds(problem, place.queries, place.keys)
     whole = problem.key_length % x.shape[1] == 0 and not problem.key_lengths
-    # A split of what a mask leaves may have none of it, and then no keys.
+    # A split of a masked range can be empty; `place.keys` is then 0.
     if left is None and right is None and whole and not (problem.has_data_mask and isinstance(place.keys, jax.Array)):
         return x
     row = place.queries_of_rows()

@@ -51,7 +51,7 @@ def stage(n: Index, stages: int) -> Index:
 
 
 def _round(n: Index, stages: int) -> Index:
-    """How many steps before step `n` had its stage."""
+    """Says how many steps before step `n` had its stage."""
     if isinstance(n, int) or stages == 1:
         return n // stages if isinstance(n, int) else n
     if _is_power_of_two(stages):

@@ -123,7 +123,7 @@ def _copy(refs: Any, static: Any, step: jax.Array) -> None:
     tile, k = lax.div(step, steps), lax.rem(step, steps)
     group, within = lax.div(tile, config.group), lax.rem(tile, config.group)
     row, column = _place(config, shape, lax.axis_index("cta") + group * ctas)
-    # The tiles past the last column read that of the last column again. A copy's start has to be a known multiple.
+    # Tiles past the end read the last tile again: a copy's start has to be a known multiple of the tile.
     column = jnp.minimum(column * config.group + within, (problem.vocabulary - 1) // config.columns)
     slot = lax.rem(step, config.stages)
     tokens, depth = pl.ds(row * config.tokens, config.tokens), pl.ds(k * config.depth, config.depth)

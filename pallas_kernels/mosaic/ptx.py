@@ -179,7 +179,7 @@ def inline(
 
 
 def int32(x: Index) -> Any:
-    """The same as an int32."""
+    """Converts an index to an int32."""
     return np.int32(x) if isinstance(x, int) else lax.convert_element_type(x, np.int32)
 
 
