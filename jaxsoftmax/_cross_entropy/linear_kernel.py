@@ -228,7 +228,7 @@ def numbers_and_weights(rules: Rules, operands: Operands, local: jax.Array) -> t
 
 
 def _estimate(rules: Rules, operands: Operands) -> jax.Array:
-    """Estimates each row's logsumexp from 256 evenly spaced columns."""
+    """Estimates each row's logsumexp from 256 or more evenly spaced columns."""
     axis = rules.axes("weight").index("v")
     vocabulary = operands["weight"].shape[axis]
     few = jax.lax.slice_in_dim(operands["weight"], 0, vocabulary, max(vocabulary // _ESTIMATED_FROM, 1), axis)
