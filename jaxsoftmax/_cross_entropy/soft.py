@@ -88,20 +88,17 @@ def _absent(x: jax.Array, target: jax.Array) -> jax.Array:
 
 
 def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    """Computes the loss again, by what the derivative is made of."""
+    """Computes long rows' losses from the states, of which their derivative is made."""
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    if not moving:
-        out = _IN_ONE_PASS.bind(*primals, **params)
-        return out, zeros(out)
+    is_small = primals[0].size <= _FUSED_ELEMENTS
 
     def loss(*moved: jax.Array) -> jax.Array:
         operands = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))
-        if primals[0].size <= _FUSED_ELEMENTS:
-            return _formula(*operands.values(), axes=params["axes"])
-        return _by_states(*operands.values(), **params)
+        return _formula(*operands.values(), params["axes"]) if is_small else _by_states(*operands.values(), **params)
 
-    out, slope = jax.jvp(loss, [primals[i] for i in moving], [tangents[i] for i in moving])
-    return [_alone(out)], [slope]
+    found = jax.jvp(loss, [primals[i] for i in moving], [tangents[i] for i in moving]) if moving else None
+    out = [found[0]] if found and not is_small else _IN_ONE_PASS.bind(*primals, **params)
+    return out, [found[1]] if found else zeros(out)
 
 
 define_over_rows(_IN_ONE_PASS, lambda **_: ("reduced",))

@@ -27,9 +27,7 @@ def forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
 
     def rows_of(arrays: Arrays, rows: Chunk) -> tuple[None, Any]:
         def tile(arrays: Arrays, cols: Chunk) -> tuple[Any, None]:
-            # What lies past a length does not count, and logits there become -inf; 0 times a value is to be 0.
-            ops = _operands(arrays)
-            ops = ops._replace(value=tiles.without_padding(ops.value, ops.key_lengths, cols))
+            ops = _tile_operands(arrays, rows, cols)
             z = tiles.logits(ops, rules, rows, cols).z
             whole = _is_whole_row(rules, cols)
             m, total, weights = _softmax_state(z) if whole else _state(z)
@@ -255,12 +253,8 @@ def _arrays(operands: Operands) -> Arrays:
     return {name: getattr(operands, name) for name in operands.present if name != "sinks"}
 
 
-def _operands(arrays: Arrays) -> Operands:
-    return Operands(**{name: x for name, x in arrays.items() if name in Operands._fields})
-
-
 def _tile_operands(arrays: Arrays, rows: Chunk, cols: Chunk) -> Operands:
-    ops = _operands(arrays)
+    ops = Operands(**{name: x for name, x in arrays.items() if name in Operands._fields})
     return ops._replace(
         query=tiles.without_padding(ops.query, ops.query_lengths, rows),
         key=tiles.without_padding(ops.key, ops.key_lengths, cols),

@@ -72,7 +72,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], list[Any], Wanted]] = {
     ),
     "loss of probabilities and gradient": (
         *(gradient(jaxsoftmax.softmax_cross_entropy), [ROWS, ROWS]),
-        [("softmax_cross_entropy", "forward", "warp")],
+        [("softmax_cross_entropy", "forward", None)],
     ),
     "attention": (causal, QKV, ATTENTION[:1]),
     "attention's gradients": (gradient(causal, 0, 1, 2), QKV, ATTENTION),
