@@ -122,6 +122,11 @@ def test_without_a_batch_and_with_several() -> None:
             out, lse = call(q[2], k[2], v[2], **of_one)
             assert (out.shape, lse.shape) == ((5, 4, 8), (5, 4))
             np.testing.assert_allclose(out, want[2], rtol=1e-5, atol=1e-6)
+    # Of as many keys as queries, and no other extent that is as large.
+    ids, call = arguments[2]["query_segment_ids"], functools.partial(jaxsoftmax.flash_attention, q, k[:, :5], v[:, :5])
+    np.testing.assert_array_equal(
+        call(query_segment_ids=ids), call(query_segment_ids=ids, key_value_segment_ids=ids.copy())
+    )
 
 
 def test_rows_that_see_nothing() -> None:
