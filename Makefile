@@ -37,22 +37,22 @@ type: .venv-new/ready
 test-new: .venv-new/ready
 	.venv-new/bin/python $(PYTEST) -m "not gpu and not aot" --must-pass=slow
 
-# The oldest JAX runs a sample, for want of time: one in eight of each test's cases; no binary, examples, documents,
+# The oldest JAX runs a sample, for want of time: one in sixteen of each test's cases; no binary, examples, documents,
 # scripts, interpreter, planted faults or stand-ins for kernels.
 test-old: .venv-old/ready
-	.venv-old/bin/python $(PYTEST) --one-in 8 -m "not gpu and not slow and not aot" \
+	.venv-old/bin/python $(PYTEST) --one-in 16 -m "not gpu and not slow and not aot" \
 	  -k "not interpret and not stand-in and not mutant" --ignore=tests/benchmarks --ignore=tests/test_examples.py \
 	  --ignore=tests/test_architecture.py --ignore=tests/test_docs.py --ignore=tests/test_gpu_scripts.py
 
 # The GPU kernels compiled to machine code for an H200, on a machine without one: by the newest JAX, and of each test's
-# cases one in eight by the oldest, without tests marked `slow`.
+# cases one in sixteen by the oldest, without tests marked `slow`.
 aot: aot-new aot-old
 
 aot-new: .venv-new/ready .aot-new/ready
 	JAX_PLATFORMS=cpu PYTHONPATH=.aot-new .venv-new/bin/python $(PYTEST) tests/pallas_kernels -m aot --must-pass=aot,slow
 
 aot-old: .venv-old/ready .aot-old/ready
-	JAX_PLATFORMS=cpu PYTHONPATH=.aot-old .venv-old/bin/python $(PYTEST) tests/pallas_kernels -m "aot and not slow" --one-in 8 \
+	JAX_PLATFORMS=cpu PYTHONPATH=.aot-old .venv-old/bin/python $(PYTEST) tests/pallas_kernels -m "aot and not slow" --one-in 16 \
 	  --must-pass=aot
 
 # How much the tests notice, which is not part of `make test`: an hour at the most, and goes on where it ended. Such as
