@@ -169,6 +169,30 @@ def _dot_general(eqn: Any) -> Operation:
     return lambda x, y: [np.moveaxis(x, left, 1).astype(dtype) @ np.moveaxis(y, right, 0).astype(dtype)]
 
 
+def _iota(eqn: Any) -> Operation:
+    shape, dimension = eqn.params["shape"], eqn.params["dimension"]
+    along = [n if d == dimension else 1 for d, n in enumerate(shape)]
+    found = np.broadcast_to(np.arange(shape[dimension], dtype=eqn.params["dtype"]).reshape(along), shape)
+    return lambda: [found]
+
+
+def _pad(eqn: Any) -> Operation:
+    low, high, inner = zip(*eqn.params["padding_config"], strict=True)
+    if any(inner) or min(low + high) < 0:
+        return _left_to_jax(eqn)
+    return lambda x, value: [np.pad(x, list(zip(low, high, strict=True)), constant_values=value)]
+
+
+def _cumsum(eqn: Any) -> Operation:
+    if eqn.params["reverse"]:
+        return _left_to_jax(eqn)
+    return lambda x: [np.cumsum(x, eqn.params["axis"], x.dtype)]
+
+
+def _shift_right_logical(x: Any, by: Any) -> Any:
+    return np.right_shift(x.view(f"u{x.itemsize}"), by.view(f"u{x.itemsize}")).view(x.dtype)
+
+
 def _gather(eqn: Any) -> Operation:
     """`take_along_axis` of a matrix's columns; what lies outside is left to JAX."""
     n, left = eqn.params["dimension_numbers"], _left_to_jax(eqn)
@@ -220,6 +244,7 @@ RULES: dict[str, Callable[[Any], Operation]] = {
     "not": _one(np.bitwise_not),
     "shift_left": _one(np.left_shift),
     "shift_right_arithmetic": _one(np.right_shift),
+    "shift_right_logical": _one(_shift_right_logical),
     "eq": _one(operator.eq),
     "ne": _one(operator.ne),
     "lt": _one(operator.lt),
@@ -237,7 +262,13 @@ RULES: dict[str, Callable[[Any], Operation]] = {
     "stack": lambda eqn: lambda *values: [np.stack(values, eqn.params["axis"])],
     "concatenate": lambda eqn: lambda *values: [np.concatenate(values, eqn.params["dimension"])],
     "reduce_max": lambda eqn: lambda x: [np.max(x, eqn.params["axes"])],
+    "reduce_min": lambda eqn: lambda x: [np.min(x, eqn.params["axes"])],
+    "reduce_and": lambda eqn: lambda x: [np.bitwise_and.reduce(x, eqn.params["axes"])],
+    "reduce_or": lambda eqn: lambda x: [np.bitwise_or.reduce(x, eqn.params["axes"])],
     "reduce_sum": lambda eqn: lambda x: [np.sum(x, eqn.params["axes"], dtype=x.dtype)],
+    "cumsum": _cumsum,
+    "iota": _iota,
+    "pad": _pad,
     "dot_general": _dot_general,
     "gather": _gather,
     "scatter": _scatter,
