@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
 from jax.extend import core
@@ -61,6 +62,12 @@ def evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], *arguments: Any) -> list[
         program = _program(jaxpr)
     with np.errstate(all="ignore"):
         return program(*map(np.asarray, (*consts, *arguments)))
+
+
+def results(f: Callable[..., Any], *operands: Any) -> list[np.ndarray]:
+    """What `f` returns, where XLA would compile each of its operations for longer than they run."""
+    program = jax.make_jaxpr(f)(*operands)
+    return list(map(np.asarray, evaluate(program.jaxpr, program.consts, *jax.tree.leaves(operands))))
 
 
 def _closed(closed: Any) -> Operation:

@@ -8,10 +8,11 @@ import attention_cases
 import jax
 import mask_patterns
 import numpy as np
+import numpy_eval
 import pytest
 import test_attention_backward
 import test_attention_forward
-from test_attention_segments import check_backward_visits, check_forward_visits, evaluated, in_blocks
+from test_attention_segments import check_backward_visits, check_forward_visits, in_blocks
 
 from pallas_kernels import hardware
 from pallas_kernels.attention import mask as masks
@@ -67,7 +68,7 @@ def test_blocks_that_hold_something_and_everything(pattern, axis, blocks):
     mask = mask_patterns.PATTERNS[pattern](np.random.default_rng(1), (2, 3, 513, 700))
     by_row = np.swapaxes(mask, 2, 3) if axis == 2 else mask
     found_blocks = lambda mask: masks.bitmask_blocks(masks.pack_bits(mask, axis), axis, by_row.shape[3], *blocks)
-    pairs = evaluated(found_blocks, mask)
+    pairs = numpy_eval.results(found_blocks, mask)
     for found, whole in zip(pairs, (False, True), strict=True):
         of_heads = in_blocks(by_row.reshape(-1, *by_row.shape[2:]), *blocks, whole=whole)
         np.testing.assert_array_equal(found, of_heads.reshape(2, 3, *of_heads.shape[1:]))

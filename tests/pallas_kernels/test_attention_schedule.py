@@ -12,6 +12,7 @@ import attention_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy_eval
 import pytest
 
 from pallas_kernels.attention import dispatch, forward, mask, tile_scheduler
@@ -73,7 +74,7 @@ def check_tiles(p: Attention) -> None:
         block = Tile.of(p, config, refs, tile, jnp.int32(0))
         return block.batch, block.key_head, block.index
 
-    batch, head, last = (np.asarray(x) for x in jax.vmap(place)(taken))
+    batch, head, last = numpy_eval.results(jax.vmap(place), taken)
     assert all(((x >= 0) & (x < size)).all() for x, size in zip((batch, head, last), sizes, strict=True))
     found = np.ravel_multi_index((batch, head, last), sizes)
     np.testing.assert_array_equal(np.sort(found), np.arange(math.prod(sizes)))

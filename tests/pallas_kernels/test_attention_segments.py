@@ -1,12 +1,10 @@
 """What segment ids let the attention kernels pass over, against comparing every id with every other."""
 
 import dataclasses
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import attention_cases
-import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy_eval
@@ -25,12 +23,6 @@ BLOCKS = ((128, 64), (192, 128))
 
 def ids_of(pattern: str, lengths: tuple[int, int], batch: int = 3) -> tuple[np.ndarray, np.ndarray]:
     return PATTERNS[pattern](np.random.default_rng(5), batch, *lengths)
-
-
-def evaluated(f: Callable[..., Any], *operands: Any) -> list[np.ndarray]:
-    """The results of `f` by NumPy: of new shapes in each case, XLA compiles its operations for longer than they run."""
-    program = jax.make_jaxpr(f)(*operands)
-    return numpy_eval.evaluate(program.jaxpr, program.consts, *jax.tree.leaves(operands))
 
 
 def in_blocks(seen: np.ndarray, rows: int, columns: int, whole: bool = False) -> np.ndarray:
@@ -52,7 +44,7 @@ def spread(spans: np.ndarray, count: int, start: int = 0, stop: int = 3) -> np.n
 def test_blocks_that_do_not_meet_have_no_id_in_common(pattern, lengths, blocks):
     queries, keys = ids_of(pattern, lengths)
     equal = queries[:, :, None] == keys[:, None, :]
-    pairs = evaluated(lambda *ids: mask.segment_blocks(*ids, *blocks), queries, keys)
+    pairs = numpy_eval.results(lambda *ids: mask.segment_blocks(*ids, *blocks), queries, keys)
     meet, alike = (x[:, 0] for x in pairs)
     assert not (in_blocks(equal, *blocks) & ~meet).any()
     np.testing.assert_array_equal(alike, in_blocks(equal, *blocks, whole=True))
@@ -103,7 +95,7 @@ def check_forward_visits(p: Attention, config: ForwardConfig, *, exactly: bool =
     """What is passed over is not seen, what is not compared is seen whole; `exactly`: nothing is visited in vain."""
     arrays, (rows, columns) = operands_of(p, **patterns), (config.block_q, config.block_kv)
     seen, tiles = seen_of(p, arrays), -(-p.key_length // columns)
-    (table,) = evaluated(lambda arrays: forward.addressable(p, config, arrays)["spans"], arrays)
+    (table,) = numpy_eval.results(lambda arrays: forward.addressable(p, config, arrays)["spans"], arrays)
     table = np.broadcast_to(table, (p.batch, p.query_heads, -(-p.query_length // rows), 4))
     for b, n, i in np.ndindex(table.shape[:3]):
         counts = counts_of(p, arrays)[b].tolist()
@@ -150,7 +142,7 @@ def check_backward_visits(p: Attention, *, exactly: bool = False, **patterns: st
 def what_is_seen(p: Attention, config: BackwardConfig, arrays: dict[str, Any]) -> dict[str, np.ndarray]:
     names = "spans", "dq_position"
     read = lambda arrays: [backward_xla.what_is_seen(p, config, SimpleNamespace(**arrays))[name] for name in names]
-    return dict(zip(names, evaluated(read, arrays), strict=True))
+    return dict(zip(names, numpy_eval.results(read, arrays), strict=True))
 
 
 VISITED = pairwise(tuple(PATTERNS), tuple(RULES), LENGTHS[1:])

@@ -12,6 +12,7 @@ from typing import Any
 import attention_cases
 import jax.numpy as jnp
 import numpy as np
+import numpy_eval
 import pytest
 
 from pallas_kernels.attention import backward_common, mask, tile_scheduler
@@ -155,24 +156,21 @@ def check_backward(config: Any, lengths: tuple[int, int], found: list[tuple[Atte
     tiles, blocks = -(-keys // block_kv), -(-length // block_q)
     p = found[0][0]
     left, right = (
-        None if bounds[0] is None else jnp.asarray(bounds, jnp.int32)[:, None]
+        None if bounds[0] is None else np.array(bounds, np.int32)[:, None]
         for bounds in zip(*(mask.window_bounds(p) for p, _ in found), strict=True)
     )
-    index = jnp.arange(tiles, dtype=jnp.int32)[None]
-    span = backward_common._span(p, config, index * block_kv, Sequence(keys, blocks, left, right))
+
+    def read(index: Any, i: Any, left: Any, right: Any) -> list[Any]:
+        span = backward_common._span(p, config, index * block_kv, Sequence(keys, blocks, left, right))
+        of_bounds = lambda x: None if x is None else x[..., None]
+        sequence = Sequence(keys, blocks, of_bounds(left), of_bounds(right))
+        tile = SimpleNamespace(problem=p, config=config, index=index[..., None], sequence=sequence)
+        return [*span, backward_common.dq_position(tile, i), backward_common.is_last(tile, i)]
+
+    places = np.arange(tiles, dtype=np.int32)[None], np.arange(blocks, dtype=np.int32)[None, None]
+    *span, position, is_last = numpy_eval.results(read, *places, left, right)
     spans = np.stack([np.broadcast_to(x, (len(found), tiles)) for x in span], -1)
-    of_bounds = lambda x: None if x is None else x[..., None]
-    tile = SimpleNamespace(
-        problem=p,
-        config=config,
-        index=index[..., None],
-        sequence=Sequence(keys, blocks, of_bounds(left), of_bounds(right)),
-    )
-    i = jnp.arange(blocks, dtype=jnp.int32)[None, None]
-    shape = len(found), tiles, blocks
-    position, is_last = (
-        np.broadcast_to(f(tile, i), shape) for f in (backward_common.dq_position, backward_common.is_last)
-    )
+    position, is_last = (np.broadcast_to(x, (len(found), tiles, blocks)) for x in (position, is_last))
     visits = (spans[..., :1] <= np.arange(blocks)) & (np.arange(blocks) < spans[..., 3:])
     order = slice(None, None, -1 if right is not None else 1)
     before = (visits[:, order].cumsum(1) - visits[:, order])[:, order]
