@@ -54,8 +54,7 @@ def check(p: Attention, config: ForwardConfig, run: Any = lambda f, *operands: f
     arrays = operands_of(p, **patterns)
     qkv = (arrays[name] for name in QKV)
     truth = attention_oracle.forward(*qkv, arrays.get("bias"), **rules_of(p, arrays))
-    operands = [jnp.asarray(x) for x in arrays.values()]
-    out, lse = (np.asarray(x) for x in run(lambda *a: forward.run(p, config, *a), *operands))
+    out, lse = (np.asarray(x) for x in run(lambda *a: forward.run(p, config, *a), *arrays.values()))
     errors.assert_rows_accurate(out, rounded(p, arrays, truth), truth.out)
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(truth.lse))
     seen = ~np.isneginf(truth.lse)
