@@ -65,7 +65,7 @@ def _beside(record: Record) -> list[str]:
 
 
 def sample(results: Results) -> str:
-    """Every run of random calls of all functions, and the worst calls of each."""
+    """Every run of random calls of all functions, and the worst calls of the newest."""
     rows, worst = [], []
     for run in measured.topic_runs("sample", results.folder):
         if not (found := report.against_libraries(run.records.values())):
@@ -81,7 +81,7 @@ def sample(results: Results) -> str:
             for ratio, r in found[:WORST_SHOWN]
         ]
         heads = ["call", "ours, us", *(f"{name}, us" for name in LIBRARIES.values()), "x best"]
-        worst += [f"The {len(cells)} worst of {label}:", markdown(heads, cells)]
+        worst = worst or [f"The {len(cells)} worst of {label}:", markdown(heads, cells)]
     heads = ["run", "calls compared", "geometric mean", f"below {SLOW}", f"below {VERY_SLOW}", "day", "commit"]
     return "\n\n".join([markdown(heads, rows), *worst])
 

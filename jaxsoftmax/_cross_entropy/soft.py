@@ -94,7 +94,9 @@ def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -
 
     def loss(*moved: jax.Array) -> jax.Array:
         operands = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))
-        return _formula(*operands.values(), params["axes"]) if is_small else _by_states(*operands.values(), **params)
+        return (
+            _formula(*operands.values(), axes=params["axes"]) if is_small else _by_states(*operands.values(), **params)
+        )
 
     found = jax.jvp(loss, [primals[i] for i in moving], [tangents[i] for i in moving]) if moving else None
     out = [found[0]] if found and not is_small else _IN_ONE_PASS.bind(*primals, **params)
