@@ -76,8 +76,8 @@ def rounded_gradients(p: Attention, arrays: dict[str, Any], truth: Any, d_out: A
 
 
 def decided(p: Attention, head_splits: int = 1) -> dispatch.Decision:
-    """The kernel and its config, but for the split of a group's heads, which the heuristic makes of few tiles."""
-    found = dispatch.decide(p, hardware.H200)
+    """The kernel, however small the call, and its config, without the split of a group's heads for few tiles."""
+    found = dispatch.decide(p, hardware.H200, named=True)
     if found.kernel is None:
         return found
     return dataclasses.replace(found, config=dataclasses.replace(found.config, head_splits=head_splits))
