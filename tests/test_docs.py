@@ -154,11 +154,6 @@ NOUN = re.compile(
     r"(rows|tiles|bytes|states|sums|columns|labels|integers|vectors|slots|losses|arrays|probabilities|weights|keys"
     r"|operations|chunks|tokens|this|its|cross|as|operands|facts|types)\b"
 )
-# Modules that do not keep these two rules yet.
-RULES_LEFT = {
-    "jaxsoftmax/_cross_entropy/soft.py",
-    *(f"pallas_kernels/{topic}/{name}.py" for topic in ("attention", "softmax") for name in ("dispatch", "reference")),
-}
 
 
 def riddles(text: str) -> list[str]:
@@ -197,7 +192,7 @@ def test_sentences_begin_with_their_noun(document):
     assert not riddles((ROOT / document).read_text())
 
 
-@pytest.mark.parametrize("module", sorted({*CODE, *BENCHMARKS} - RULES_LEFT))
+@pytest.mark.parametrize("module", sorted({*CODE, *BENCHMARKS}))
 def test_sentences_of_code_begin_with_their_noun_and_docstrings_of_functions_with_a_verb(module):
     source = (ROOT / module).read_text()
     assert not [text for _, docstring in docstrings(source) for text in riddles(docstring)] + riddles(comments(source))

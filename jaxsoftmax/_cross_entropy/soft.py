@@ -33,7 +33,7 @@ _IN_ONE_PASS = Primitive("softmax_cross_entropy")
 def losses(
     function: str, implementation: str | None, axes: Axes, x: jax.Array, target: jax.Array, *mask: jax.Array
 ) -> jax.Array:
-    """Each row's loss, from operands of one rank."""
+    """Gives each row's loss, from operands of one rank."""
     shape = jnp.broadcast_shapes(x.shape, target.shape)
     cols = math.prod(shape[d] for d in axes)
     small = cols <= _SHORT_COLS or math.prod(shape) <= _FUSED_ELEMENTS
@@ -73,7 +73,7 @@ def _in_one_pass(x: jax.Array, target: jax.Array, *, axes: Axes, **_: Any) -> li
 
 def _formula(x: jax.Array, target: jax.Array, axes: Axes) -> jax.Array:
     y = reference.log_softmax(x.astype(reference.accumulator_dtype(x.dtype)), axes=axes)
-    # Of an element without a share, the derivative by its target is 0 too.
+    # An element without a share has a derivative of 0 by its target too.
     return (-target.astype(y.dtype) * jnp.where(_absent(x, target), 0.0, y)).sum(axes)
 
 

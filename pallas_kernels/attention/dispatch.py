@@ -29,7 +29,7 @@ _MOST_SPLITS = 256
 
 
 class Rates(NamedTuple):
-    """What a tile of queries costs in a forward config, in us."""
+    """The costs of a tile of queries in a forward config, in us."""
 
     step: float  # an SM's time for a tile of keys, with all its CTAs at work
     tile: float  # an SM's time for the rest of a tile of queries
@@ -163,7 +163,7 @@ def _class(problem: Attention) -> int:
 
 
 def _whole(problem: Attention) -> ForwardConfig:
-    """The config for long sequences: the widest tiles of keys of which two stages fit in shared memory."""
+    """Gives long sequences the widest tiles of keys of which two stages fit in shared memory."""
     config = _widest(problem)
     if problem.has_data_mask:
         # Only the device knows how many tiles of keys are skipped. Documents need less of L2 than all keys.
@@ -189,7 +189,7 @@ def _filling(problem: Attention, config: ForwardConfig, device: Device) -> Forwa
 
 
 def _widest(problem: Attention) -> ForwardConfig:
-    """Tiles, and how exponentials overlap with products."""
+    """Chooses the tiles, and how exponentials overlap with products."""
     widest, narrowest = problem.widest, min(problem.head_dim, problem.value_dim)
     edges = mask.window_bounds(problem) != (None, None)
     config = ForwardConfig(block_kv=128, warpgroups=2, rescale_threshold_log2=8, zero_init_free=True)
@@ -334,7 +334,7 @@ def backward_configs(problem: Attention, device: Device) -> tuple[BackwardConfig
 
 
 def backward_wide_configs(problem: Attention, device: Device) -> tuple[BackwardWideConfig, ...]:
-    """As many stages as fit in shared memory, and stages for the bias."""
+    """Takes as many stages as fit in shared memory, and stages for the bias."""
     splits = _head_splits(problem, device, BackwardWideConfig())
     problem = dataclasses.replace(problem, key_heads=problem.key_heads * splits)
     ordered = problem.deterministic
@@ -395,7 +395,7 @@ def _grouped[C: (BackwardConfig, BackwardWideConfig)](problem: Attention, device
 
 
 def _scheduled(problem: Attention, device: Device, config: BackwardConfig) -> BackwardConfig:
-    """`config` with its tile scheduler.
+    """Gives `config` its tile scheduler.
 
     Ordered tiles are not given to persistent CTAs, which would need the whole device to themselves: a tile could wait
     for one whose CTA cannot start.
@@ -424,7 +424,7 @@ def _scheduled(problem: Attention, device: Device, config: BackwardConfig) -> Ba
 
 
 def _heads_in_l2(problem: Attention, device: Device) -> int:
-    """Of how many heads L2 holds queries, cotangents and sums of dQ, all of a group's."""
+    """Counts the heads of which L2 holds queries, cotangents and sums of dQ, all of a group's."""
     row_bytes = (problem.head_dim + problem.value_dim) * problem.dtype.itemsize + problem.head_dim * 4
     return thresholds(device).cached_mib * MIB // max(mask.queries_of_tile(problem) * row_bytes, 1)
 
@@ -484,9 +484,9 @@ LEAST_TILE = 512  # queries, or keys, of XLA's tiles
 
 
 def xla_tile(heads: int, queries: int, keys: int, device: Device, memory: int | None = None) -> tuple[int, int]:
-    """The queries and keys of a tile by XLA: all, while float32 logits of so many heads fit in so many bytes.
+    """Chooses the queries and keys of a tile by XLA: all, while float32 logits of so many heads fit in so many bytes.
 
-    Those are a share of the device's by default. A tile has at least `LEAST_TILE` of each.
+    The bytes are a share of the device's by default. A tile has at least `LEAST_TILE` of each.
     """
     pairs = (device.memory // LOGITS_SHARE if memory is None else memory) // (4 * max(heads, 1))
     if queries * keys <= pairs:
@@ -496,7 +496,7 @@ def xla_tile(heads: int, queries: int, keys: int, device: Device, memory: int | 
 
 
 def decide(problem: Attention, device: Device, *, config: Any = None, named: bool = False) -> Decision:
-    """The first kernel for `problem` on `device` that accepts; `config` overrides the choice of the heuristic.
+    """Picks the first kernel for `problem` on `device` that accepts; `config` overrides the choice of the heuristic.
 
     If kernels are `named`, the user asked for one, even where XLA is faster.
     """

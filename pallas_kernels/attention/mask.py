@@ -187,6 +187,7 @@ def tile_ranges(pairs: BlockMask, columns: int) -> jax.Array:
 BIT_COLUMNS = 128  # whose bits are in four words
 AXES = {3: (3, 4), 2: (4, 3)}  # of rows and places in the words, by the columns' axis in the mask
 ALL_BITS = 2**32 - 1
+FEW_BLOCKS = 8  # of 64 queries and 64 keys, of all heads, for each SM: up to that a mask's are not looked at
 
 
 def pack_bits(mask: jax.Array, axis: int) -> jax.Array:
@@ -221,7 +222,7 @@ def blocks_of_mask(
 ) -> BlockMask:
     """The blocks of `bitmask_blocks`, or all, not full, where they are so few that finding them takes longer."""
     blocks = -(-problem.query_length // 64) * -(-problem.key_length // 64)
-    if problem.batch * problem.query_heads * blocks > 8 * hardware.current().sm_count:
+    if problem.batch * problem.query_heads * blocks > FEW_BLOCKS * hardware.current().sm_count:
         return bitmask_blocks(words, axis, columns, block_rows, block_columns)
     shape = 1, 1, -(-words.shape[AXES[axis][0]] // block_rows), -(-columns // block_columns)
     return BlockMask(jnp.ones(shape, bool), jnp.zeros(shape, bool))
@@ -235,7 +236,7 @@ def bitmask_blocks(words: jax.Array, axis: int, columns: int, block_rows: int, b
     size = block_columns // 4  # bits that a block has in a word
     full = jnp.uint32(ALL_BITS >> 32 - size)
     # XLA reduces in a kernel of its own before a shift by an array, and again and again within a stack of shifts.
-    shifts = jnp.arange(0, 32, size, dtype=jnp.uint32)[:, None]
+    shifts = jnp.arange(0, 32, size, dtype=jnp.uint32).reshape(1, 1, 1, -1, 1)
     some, every = ((x[..., None, :] >> shifts & full).reshape(*x.shape[:2], -1, x.shape[3]) for x in (some, every))
     count = -(-columns // block_columns)
     visible, full = (jnp.swapaxes(x[:, :, :count], 2, 3) for x in (some != 0, every == full))

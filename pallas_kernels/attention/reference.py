@@ -22,7 +22,7 @@ from pallas_kernels.softmax.reference import accumulator_dtype
 
 
 def forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
-    """The output `[*batch, T, N, D]`, and the logsumexp of each row's logits, `[*batch, N, T]`."""
+    """Computes the output `[*batch, T, N, D]`, and the logsumexp of each row's logits, `[*batch, N, T]`."""
     length = operands.query.shape[-3]
 
     def rows_of(arrays: Arrays, rows: Chunk) -> tuple[None, Any]:
@@ -47,7 +47,7 @@ def forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
 
 
 def _softmax_state(z: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The maximum of each row of a tile, the sum of its weights `exp(z - maximum)`, and the weights."""
+    """Finds the maximum of each row of a tile, the sum of its weights `exp(z - maximum)`, and the weights."""
     m = jax.lax.stop_gradient(z.max(-1, keepdims=True, initial=_lowest(z)))
     weights = decay_to_finite(z, m)
     return m, weights.sum(-1, keepdims=True), weights
@@ -76,7 +76,7 @@ def _see_a_key(operands: Operands, rules: Rules, shape: tuple[int, ...]) -> jax.
 
 
 def _kept(ops: Operands, weights: jax.Array) -> jax.Array:
-    """A tile's weights, `[*batch, K, R, s]`, or their cotangents, without those that dropout drops."""
+    """Clears a tile's weights, `[*batch, K, R, s]`, or their cotangents, where dropout drops them."""
     if ops.keep is None:
         return weights
     keep = spread(ops.keep.astype(bool), _groups(ops), weights.shape[-2] // _groups(ops))
@@ -89,7 +89,7 @@ def _at_least_tiny(total: jax.Array) -> jax.Array:
 
 
 def _finish(state: Any, operands: Operands, length: Any) -> tuple[jax.Array, jax.Array]:
-    """Output and logsumexp from what the keys left; a sink is one more key, whose value is 0."""
+    """Computes output and logsumexp from what the keys left; a sink is one more key, whose value is 0."""
     sees_none = state[1] == 0
     if operands.sinks is not None:
         sink = _sink_rows(operands, length)
@@ -113,7 +113,7 @@ def backward(
     *,
     shapes: dict[str, tuple[int, ...]],
 ) -> tuple[jax.Array, ...]:
-    """The gradients of the operands that `shapes` names, each summed to the shape given there."""
+    """Computes the gradients of the operands that `shapes` names, each summed to the shape given there."""
     wide = accumulator_dtype(operands.query.dtype)
     # Where a cotangent is the same for all, an operand that differs has a gradient for each of them all the same.
     leads = [leading(getattr(operands, name), name) for name in operands.present]
@@ -151,7 +151,7 @@ def backward(
 def _tile_gradients(
     arrays: Arrays, rules: Rules, rows: Chunk, cols: Chunk, shapes: dict[str, Any], *, by_row: bool
 ) -> Arrays:
-    """A tile's contributions to the gradients, each with the leading extents and heads of its shape in `shapes`.
+    """Computes what a tile adds to the gradients, each with the leading extents and heads of its shape in `shapes`.
 
     `by_row` says that a row's weights follow from the tile alone.
     """
@@ -188,7 +188,7 @@ def _tile_gradients(
 def tangent(
     operands: Operands, rules: Rules, out: jax.Array, lse: jax.Array, tangents: Arrays
 ) -> tuple[jax.Array, jax.Array]:
-    """The tangents of output and logsumexp for tangents of some operands, by their names."""
+    """Computes the tangents of output and logsumexp for tangents of some operands, by their names."""
     length = operands.query.shape[-3]
     groups = _groups(operands)
     moving = {f"d_{name}": t for name, t in tangents.items()}
@@ -212,7 +212,7 @@ def tangent(
 
 
 def _tile_tangents(arrays: Arrays, rules: Rules, rows: Chunk, cols: Chunk) -> tuple[jax.Array, jax.Array]:
-    """`sum(p dz)` and `sum(p dz v + p dv)` over a tile's keys."""
+    """Computes `sum(p dz)` and `sum(p dz v + p dv)` over a tile's keys."""
     ops = _tile_operands(arrays, rows, cols)
     groups, narrow = _groups(ops), ops.value.dtype
     z, slope, of_cap = tiles.logits(ops, rules, rows, cols)
@@ -237,7 +237,7 @@ def _tile_tangents(arrays: Arrays, rules: Rules, rows: Chunk, cols: Chunk) -> tu
 
 
 def weights(operands: Operands, rules: Rules, lse: jax.Array) -> jax.Array:
-    """The attention weights themselves, `[*batch, N, T, S]` in the dtype of accumulation."""
+    """Computes the attention weights themselves, `[*batch, N, T, S]` in the dtype of accumulation."""
     ops, rows, cols = _whole(operands)
     z = tiles.logits(ops, rules, rows, cols).z
     return by_head(_weights(z, _by_row(lse, ops)), _groups(ops))
@@ -263,7 +263,7 @@ def _tile_operands(arrays: Arrays, rows: Chunk, cols: Chunk) -> Operands:
 
 
 def _moved(arrays: Arrays, ops: Operands, rows: Chunk, cols: Chunk) -> Arrays:
-    """A tile's tangents by operand; those of padding are 0, as whatever is there does not count."""
+    """Names a tile's tangents by operand; padding has tangents of 0, as whatever is there does not count."""
     moved = {name.removeprefix("d_"): x for name, x in arrays.items() if name.startswith("d_")}
     if "query" in moved:
         moved["query"] = tiles.without_padding(moved["query"], ops.query_lengths, rows)
@@ -273,13 +273,13 @@ def _moved(arrays: Arrays, ops: Operands, rows: Chunk, cols: Chunk) -> Arrays:
 
 
 def _parted(gradients: Arrays, operands: Operands, axes: dict[str, int]) -> tuple[Arrays, Arrays]:
-    """Those that every chunk adds to, and those of which each has a piece."""
+    """Parts the gradients that every chunk adds to from those of which each chunk has a piece."""
     pieces = {name: x for name, x in gradients.items() if tiles.is_cut(name, getattr(operands, name), axes)}
     return {name: x for name, x in gradients.items() if name not in pieces}, pieces
 
 
 def _joined(name: str, gradient: jax.Array, operands: Operands) -> jax.Array:
-    """A gradient from the pieces that the loops left: those of the queries in front of those of the keys."""
+    """Joins the pieces of a gradient that the loops left, in which the queries' axis is in front of the keys'."""
     x = getattr(operands, name)
     by_queries, by_keys = (tiles.is_cut(name, x, axes) for axes in (tiles.QUERY_AXIS, tiles.KEY_AXIS))
     if by_keys:
@@ -305,26 +305,26 @@ def _groups(operands: Operands) -> int:
 
 
 def _by_row(x: jax.Array, operands: Operands) -> jax.Array:
-    """`[*batch, N, t]` as `[*batch, K, R, 1]`."""
+    """Brings `[*batch, N, t]` into the form `[*batch, K, R, 1]`."""
     return spread(x[..., None], _groups(operands), x.shape[-1])
 
 
 def _lowest(z: jax.Array) -> Any:
-    """The least finite number: the maximum of a row that sees no key, against which its weights are 0."""
+    """Gives the least finite number: the maximum of a row that sees no key, against which its weights are 0."""
     return jnp.finfo(z.dtype).min
 
 
 def _weights(z: jax.Array, lse: jax.Array) -> jax.Array:
-    """A tile's probabilities; 0 in a row that sees no key."""
+    """Computes a tile's probabilities; 0 in a row that sees no key."""
     return decay_to_finite(z, jnp.maximum(lse, _lowest(z)))
 
 
 def _sink_rows(operands: Operands, length: Any) -> jax.Array:
-    """The sinks as logits of a chunk's rows, `[*batch, K, R, 1]`."""
+    """Spreads the sinks as logits of a chunk's rows, `[*batch, K, R, 1]`."""
     wide = accumulator_dtype(operands.query.dtype)
     return spread(operands.sinks.astype(wide)[..., None, None], _groups(operands), length)
 
 
 def _sink_weights(operands: Operands, lse: jax.Array, length: Any) -> jax.Array:
-    """The sinks' probabilities, `[*batch, K, R, 1]`; 0 in a row that sees no key."""
+    """Computes the sinks' probabilities, `[*batch, K, R, 1]`; 0 in a row that sees no key."""
     return jnp.where(lse == -jnp.inf, jnp.zeros((), lse.dtype), decay(_sink_rows(operands, length), lse))

@@ -104,7 +104,7 @@ def thresholds(device: Device) -> Thresholds:
 
 
 def priority(problem: Problem, device: Device) -> tuple[str, ...]:
-    """The kernels, fastest first: the first one that accepts the problem runs it, unless XLA is faster than all."""
+    """Orders kernels, the fastest first: the first that accepts the problem runs it, unless XLA is faster than all."""
     t, rows, row_bytes = thresholds(device), _rows(problem, device), _row_bytes(problem)
     if row_bytes > t.online_bytes and rows < device.sm_count:
         return ("grid",)
@@ -175,7 +175,7 @@ def cluster_configs(problem: Problem, device: Device) -> tuple[StagedConfig, ...
 
 
 def _at_powers_of_two(problem: Problem, device: Device) -> StagedConfig | None:
-    """The config of rows whose length the fit misses."""
+    """Looks up the config of rows whose length the fit misses."""
     if not _is_plain(problem) or not _whole_vectors(problem):
         return None
     size = _row_bytes(problem), problem.dtype.name
@@ -217,7 +217,7 @@ def _fits_l2(problem: Problem, device: Device) -> bool:
 
 
 def _padded(problem: Problem, config: StagedConfig) -> int:
-    """Vectors of a row, or of a CTA's slice of it, in whole steps."""
+    """Counts the vectors of a row, or of a CTA's slice of it, in whole steps."""
     return config.steps(problem.max_vectors) * config.chunk
 
 
@@ -233,7 +233,7 @@ def _max_register_chunks(problem: Problem, ctas: int, device: Device) -> int:
 
 
 def _resident_bytes(problem: Problem, config: StagedConfig, device: Device) -> float:
-    """Bytes of rows on an SM, of up to five CTAs; one or two count less, as few work while the others wait."""
+    """Counts bytes of rows on an SM, of up to five CTAs; one or two count less, as few work while the others wait."""
     t = thresholds(device)
     by_chunks = t.ctas_by_chunks_32bit if problem.dtype.itemsize == 4 else t.ctas_by_chunks_16bit
     staged = problem.operands * config.staged(problem.max_vectors) * config.chunk * 16
@@ -242,7 +242,7 @@ def _resident_bytes(problem: Problem, config: StagedConfig, device: Device) -> f
 
 
 def _rows(problem: Problem, device: Device) -> int:
-    """How many rows to choose for: all there are or, where the choice may not depend on them, those of 64 MiB.
+    """Counts the rows to choose for: all there are or, where the choice may not depend on them, as many as 64 MiB hold.
 
     So many rows of up to 60 KiB get the configs of many, which lose few rows little. Longer ones, of which there are
     seldom thousands, never get what leaves most of the device idle where there are few: a CTA to each row.
@@ -330,7 +330,7 @@ def _by_xla(problem: Problem, device: Device, why: str) -> Decision:
 
 
 def _kernel_for(problem: Problem, device: Device, kernel: str | None = None, config: Any = None) -> Decision:
-    """The fastest kernel that accepts `problem`."""
+    """Picks the fastest kernel that accepts `problem`."""
     refused = refusals(KERNELS, problem, device)
     names = (kernel,) if kernel else priority(problem, device)
     chosen = next((KERNELS[name] for name in names if refused[name] is None), None)
@@ -351,6 +351,6 @@ def _kernel_for(problem: Problem, device: Device, kernel: str | None = None, con
 
 
 def _bytes_moved(problem: Problem, kernel: Kernel) -> int:
-    """What a kernel reads and writes. Where nothing is written there is no pass that reads for it."""
+    """Counts the bytes that a kernel reads and writes. Where nothing is written there is no pass that reads for it."""
     passes = max(kernel.reads - (not problem.op.gives_rows), 1)
     return problem.least_bytes + (passes - 1) * problem.operands * problem.elements * problem.dtype.itemsize

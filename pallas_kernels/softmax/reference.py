@@ -42,7 +42,7 @@ def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
 
 
 def logits(x: jax.Array, scale: float, soft_cap: float | None = None) -> jax.Array:
-    """`z = scale * x`, or `soft_cap * tanh(scale * x / soft_cap)`, in the dtype of accumulation."""
+    """Computes `z = scale * x`, or `soft_cap * tanh(scale * x / soft_cap)`, in the dtype of accumulation."""
     z = x.astype(accumulator_dtype(x.dtype))
     z = z if scale == 1.0 else z * jnp.asarray(scale, z.dtype)
     return z if soft_cap is None else soft_cap * jnp.tanh(z / soft_cap)
@@ -78,7 +78,7 @@ batching.primitive_batchers[BELOW] = _batched
 
 
 def varying_like(tree: Any, like: Any) -> Any:
-    """The arrays of `tree`, varying over the mesh axes of `like` too.
+    """Makes the arrays of `tree` vary over the mesh axes of `like` too.
 
     `shard_map` asks it of a primitive's operands, and of a loop's carry, whose body makes it vary.
     """
@@ -103,7 +103,7 @@ def _logits_below(
 
 
 def _in_units(x: jax.Array, scale: float, soft_cap: float | None = None) -> tuple[jax.Array, float]:
-    """The logits as multiples of a positive unit, and the unit: differences are exact before they are scaled."""
+    """Gives the logits as multiples of a positive unit, and the unit: differences are exact before they are scaled."""
     unit = abs(scale) if soft_cap is None else soft_cap
     info = jnp.finfo(accumulator_dtype(x.dtype))
     if not float(info.tiny) <= unit <= float(info.max):
@@ -174,7 +174,7 @@ def by_state(shape: Sequence[int], axes: Axes, itemsize: int) -> bool:
 def _rows(
     x: jax.Array, where: jax.Array | None, axes: Axes, scale: float, known: Stats | None, gpu: bool, again: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The logits' distances from the row's maximum, their weights, and the sum of the weights.
+    """Computes the logits' distances from the row's maximum, their weights, and the sum of the weights.
 
     Rows without a finite maximum give NaN: XLA reads a row once only where nothing guards against that. With `again`
     the expressions are others than without, so that XLA for a GPU does not write what a forward pass has in common.
@@ -209,7 +209,7 @@ def softmax(
     known: Stats | None = None,
     gpu: bool = False,
 ) -> jax.Array:
-    """`exp(scale * x) / sum(exp(scale * x))` along `axes`; 0 where `where` is False; NaN for a row of only -inf.
+    """Computes `exp(scale * x) / sum(exp(scale * x))` along rows; 0 where `where` is False; NaN for a row of only -inf.
 
     `known` is the rows' state where it came from elsewhere, as when `x` is one device's part of the columns.
     """
@@ -229,16 +229,16 @@ def log_softmax(
     known: Stats | None = None,
     gpu: bool = False,
 ) -> jax.Array:
-    """`scale * x - logsumexp(scale * x)` along `axes`; -inf where `where` is False. `known` as in `softmax`."""
+    """Computes `scale * x - logsumexp(scale * x)` along rows; -inf where `where` is False. `known` as in `softmax`."""
     distance, _, total = _rows(x, where, axes, scale, known, gpu)
     y = (distance - jnp.log(total)).astype(x.dtype)
     return y if where is None else jnp.where(where, y, jnp.full((), -jnp.inf, y.dtype))
 
 
 def stats(x: jax.Array, where: jax.Array | None = None, *, axes: Axes, scale: float = 1.0, gpu: bool = False) -> Stats:
-    """The rows' states, `axes` removed."""
+    """Finds the rows' states, `axes` removed."""
     z, unit = _in_units(x, scale)
-    # Of short rows XLA would widen numbers of 16 bits in a pass of their own.
+    # XLA would widen short rows' numbers of 16 bits in a pass of their own.
     one_pass = gpu and (x.dtype.itemsize > 2 or math.prod(x.shape[d] for d in axes) >= _WIDENED_COLS)
     kept = scaled(_state(_held(z, where), axes, unit, one_pass), unit)
     return Stats(kept.max.squeeze(axes), kept.sum.squeeze(axes))
@@ -273,7 +273,7 @@ def softmax_tangent(
     slope: jax.Array | None = None,
     gpu: bool = False,
 ) -> jax.Array:
-    """`J t` for softmax at output `y`: `scale * y * (t - sum(y * t))`. `J` is symmetric, so this is `J^T t` too.
+    """Computes `J t`, which is `J^T t` too, for softmax at output `y`: `scale * y * (t - sum(y * t))`.
 
     `slope` is the sum, without `axes`, where it is known.
     """
@@ -292,7 +292,7 @@ def log_softmax_tangent(
     slope: jax.Array | None = None,
     gpu: bool = False,
 ) -> jax.Array:
-    """`J t` for log_softmax at input `x`: `scale * (t - sum(p * t))` with `p = softmax(scale * x)`.
+    """Computes `J t` for log_softmax at input `x`: `scale * (t - sum(p * t))` with `p = softmax(scale * x)`.
 
     `slope` is the sum, without `axes`, where it is known.
     """
@@ -311,7 +311,7 @@ def log_softmax_cotangent(
     total: jax.Array | None = None,
     gpu: bool = False,
 ) -> jax.Array:
-    """`J^T t` for log_softmax at input `x`: `scale * (t - p * sum(t))` with `p = softmax(scale * x)`.
+    """Computes `J^T t` for log_softmax at input `x`: `scale * (t - p * sum(t))` with `p = softmax(scale * x)`.
 
     `known` is the rows' state and `total` their sum of `t`, without `axes`, where they are known.
     """
@@ -339,7 +339,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     gpu: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Each row's values for the loss, `axes` removed: the state and, with smoothing, the sum of the logits.
+    """Finds each row's values for the loss, `axes` removed: the state and, with smoothing, the sum of the logits.
 
     `labels` has an extent of 1 on `axes`; a row whose label is `IGNORED` is not read and gives 0, 1 and 0.
     """
@@ -430,12 +430,12 @@ def cross_entropy_slope(
 
 
 def weight_of_p(weights: jax.Array, lse: jax.Array, z_loss: float) -> jax.Array:
-    """What the gradient has of a row's probabilities: the loss rises with the logsumexp, and so does its square."""
+    """Weighs a row's probabilities in the gradient: the loss rises with the logsumexp, and so does its square."""
     return weights * (1.0 + 2.0 * z_loss * lse) if z_loss else weights
 
 
 def columns(x: jax.Array, axes: Axes) -> jax.Array:
-    """Each element's column: its place in its row, `axes` flattened; cut as `x` is, if its type says how."""
+    """Numbers each element's column: its place in its row, `axes` flattened; cut as `x` is, if its type says how."""
     sharding = jax.typeof(x).sharding
     cut = sharding if any(entry is not None for entry in sharding.spec) else None
     index = jnp.zeros((), jnp.int32)

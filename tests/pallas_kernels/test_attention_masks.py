@@ -74,6 +74,22 @@ def test_blocks_that_hold_something_and_everything(pattern, axis, blocks):
         np.testing.assert_array_equal(found, of_heads.reshape(2, 3, *of_heads.shape[1:]))
 
 
+@pytest.mark.parametrize("axis", [2, 3])
+def test_few_blocks_are_all_visited_and_none_is_full(axis, monkeypatch):
+    p = attention_cases.problem_of(Op.FORWARD, {"mask": "B1TS"}, (130, 200), (8, 8), "bfloat16", (2, 1))
+    words = masks.pack_bits(jax.numpy.asarray(attention_cases.operands_of(p, mask="causal")["mask"]), axis)
+    columns, blocks = p.mask[axis], (64, 128)
+    found = [masks.bitmask_blocks(words, axis, columns, *blocks)]
+    heads_and_blocks = p.batch * p.query_heads * 3 * 4
+    for few, all_visited in ((heads_and_blocks - 1, False), (heads_and_blocks, True)):
+        monkeypatch.setattr(masks, "FEW_BLOCKS", few / hardware.current().sm_count)
+        found.append(masks.blocks_of_mask(p, words, axis, columns, *blocks))
+        assert (found[-1].visible.all() and not found[-1].full.any()) == all_visited
+    for whole, same, few in zip(*found, strict=True):
+        np.testing.assert_array_equal(whole, same)
+        assert few.shape[2:] == whole.shape[2:]
+
+
 def problem_of(op: Op, mask: str, rules: str, heads: tuple[int, int] = (2, 1), **more: Any) -> Attention:
     facts = {"mask": mask, **RULES[rules], **more}
     return attention_cases.problem_of(op, facts, (513, 700), (8, 8), "bfloat16", heads)
