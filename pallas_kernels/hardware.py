@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
+WARPGROUP_ROWS = 64  # of a WGMMA
+
 
 class Rates(NamedTuple):
     """The rates that a card reaches in practice."""

@@ -368,7 +368,7 @@ def forward(rules: Rules, parts: Parts, operands: Operands, *, may_run_kernel: b
 
     needed = {n: x for n, x in operands.items() if n != "weights"}
     wide = accumulator_dtype(operands["hidden"].dtype)
-    if may_run_kernel and not linear_kernel.kernel_reason(rules, needed, hardware.current()):
+    if may_run_kernel and linear_kernel.decide(rules, needed, hardware.current()).chosen:
         local = _local_labels(operands["labels"], rules.vocabulary(operands["weight"].shape), parts)
         numbers = linear_kernel.numbers(rules, needed, local)
     else:
@@ -396,9 +396,8 @@ def gradient(
         given = ["weights"] if gives_loss else [n for n in operands if n.startswith(COTANGENT)]
         unit = _unit([operands["weights"]] if gives_loss else [*_cotangents(operands).values()])
         operands = operands | {n: operands[n] / unit for n in given}
-    by_kernel = may_run_kernel and not linear_kernel.kernel_reason(
-        rules, operands, hardware.current(), for_gradient=True
-    )
+    decide = functools.partial(linear_kernel.decide, rules, operands, hardware.current(), for_gradient=True)
+    by_kernel = may_run_kernel and decide().chosen is not None
     if by_kernel:
         size = _chunk_size_of(rules, operands, hidden.dtype.itemsize, KERNEL_BYTES)
     else:

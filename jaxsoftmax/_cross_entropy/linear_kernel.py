@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxsoftmax._core.sharding import AxisSharding
 from pallas_kernels import hardware
-from pallas_kernels.decision import Decision, Kernel
+from pallas_kernels.decision import Decision
 from pallas_kernels.hardware import Device
 from pallas_kernels.monoid import Stats, decay, log_normalizer
 from pallas_kernels.softmax import reference
@@ -43,7 +43,6 @@ AXES = {
 MOVING = ("hidden", "weight", "bias", "scale", "cap")  # the operands that have gradients, beside the weights of rows
 TANGENT, COTANGENT, SAVED = "tangent_", "cotangent_", "saved_"  # prefixes of what has another operand's axes
 
-KERNEL = "linear_cross_entropy"
 # Operands that the kernel and the gradients from its results read; it refuses others.
 _READ = {"hidden", "weight", "labels", "weights", "max", "sum", "entropy", COTANGENT + "loss", COTANGENT + "lse"}
 COLUMNS = (1,)  # the axes of a chunk's rows
@@ -98,16 +97,13 @@ class Parts(NamedTuple):
         return tuple(name for sharding in self.tokens for name in sharding.names)
 
 
-def kernel_reason(
-    rules: Rules, operands: Mapping[str, Any], device: Device, *, for_gradient: bool = False
-) -> str | None:
-    """Says why no kernel multiplies hidden states and weight; only shapes and dtypes of the operands are read.
+def decide(rules: Rules, operands: Mapping[str, Any], device: Device, *, for_gradient: bool = False) -> Decision:
+    """Decides whether a kernel multiplies hidden states and weight; only shapes and dtypes of the operands are read.
 
     Without the kernel losses are computed in chunks of tokens. Gradients are in either case.
     """
     # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.
     from pallas_kernels.linear_cross_entropy import dispatch
-    from pallas_kernels.linear_cross_entropy import forward as kernel
 
     problem, unread = _problem(rules, operands), [name for name in operands if name not in _READ]
     why_not = {
@@ -125,23 +121,8 @@ def kernel_reason(
             isinstance(n, int) for n in (problem.tokens, problem.embedding, problem.vocabulary)
         ),
     }
-    reason = next((reason for reason, holds in why_not.items() if holds), None)
-    reason = reason or hardware.supports_kernels(device) or kernel.unsupported(problem, device)
-    return reason or (None if rules.implementation == "mosaic_gpu" else dispatch.left_to_xla(problem, device))
-
-
-def decide(rules: Rules, operands: Mapping[str, Any], device: Device, *, for_gradient: bool = False) -> Decision:
-    """The decision for a call: the kernel, or why none multiplies."""
-    from pallas_kernels.linear_cross_entropy import dispatch
-    from pallas_kernels.linear_cross_entropy import forward as kernel
-
-    problem, why_not = _problem(rules, operands), kernel_reason(rules, operands, device, for_gradient=for_gradient)
-    if why_not is not None:
-        return Decision(problem, device, None, None, "no kernel takes the problem", ((KERNEL, why_not),))
-    config, why = dispatch.config(problem, device), "product and online softmax are one kernel, "
-    why += "which writes the logits' weights in 16 bits" if for_gradient else "and no logits are written"
-    chosen = Kernel(KERNEL, kernel.unsupported, lambda *_: (config,), kernel.run)
-    return Decision(problem, device, chosen, config, why, ())
+    refused = next((reason for reason, holds in why_not.items() if holds), None)
+    return dispatch.decide(problem, device, refused=refused, named=rules.implementation == "mosaic_gpu")
 
 
 def _problem(rules: Rules, operands: Mapping[str, Any], weights: Literal["rows", "tiles"] | None = None) -> Any:
@@ -163,13 +144,11 @@ def _problem(rules: Rules, operands: Mapping[str, Any], weights: Literal["rows",
 
 
 def _run(rules: Rules, operands: Operands, local: jax.Array, weights: Any = None, **given: Any) -> Any:
-    from pallas_kernels.linear_cross_entropy import dispatch
-    from pallas_kernels.linear_cross_entropy import forward as kernel
+    from pallas_kernels.linear_cross_entropy import dispatch, forward
 
     problem = _problem(rules, operands, weights)
-    return kernel.run(
-        problem, dispatch.config(problem, hardware.current()), operands["hidden"], operands["weight"], local, **given
-    )
+    config = dispatch.config(problem, hardware.current())
+    return forward.run(problem, config, operands["hidden"], operands["weight"], local, **given)
 
 
 def numbers(rules: Rules, operands: Operands, local: jax.Array) -> Operands:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import backward_common, backward_xla, gather, mask, pipeline, tile_scheduler, wgmma
+from pallas_kernels.attention import backward_common, backward_xla, epilogue, gather, mask, tile_scheduler
 from pallas_kernels.attention.backward_common import (
     Compare,
     Step,
@@ -37,10 +37,10 @@ from pallas_kernels.attention.backward_common import (
 )
 from pallas_kernels.attention.backward_xla import CHUNK, padded_dims
 from pallas_kernels.attention.problem import Attention, BackwardConfig, unsupported_reason
-from pallas_kernels.attention.wgmma import panels, store, tiled
 from pallas_kernels.hardware import Device
-from pallas_kernels.mosaic import ptx, reduce
+from pallas_kernels.mosaic import pipeline, ptx, reduce, wgmma
 from pallas_kernels.mosaic.ptx import WGMMA
+from pallas_kernels.mosaic.wgmma import panels, store, tiled
 
 RECORD = 8  # integers of a tile's record
 RING_ROWS = tile_scheduler.RECORDS * RECORD // 2  # of two integers, as a barrier has
@@ -549,7 +549,7 @@ def _epilogue(tile: Tile, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
     rows = pl.ds(first_row, CHUNK)
     if tile.config.head_splits > 1:
         for sums, ref in ((dk * tile.problem.scale, refs.d_key), (dv, refs.d_value)):
-            wgmma.store_sums(ref, sums, tile.place(first_row), 0)
+            epilogue.store_sums(ref, sums, tile.place(first_row), 0)
         return plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     gradients = (dk * tile.problem.scale, refs.d_key), (dv, refs.d_value)
     slots = [refs.ds_smem.at[stage, warpgroup, pl.ds(c, 1)] for stage in range(2) for c in range(refs.ds_smem.shape[2])]

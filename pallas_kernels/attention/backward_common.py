@@ -24,11 +24,12 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from pallas_kernels.attention import gather, mask, pipeline, tile_scheduler
+from pallas_kernels.attention import gather, mask, tile_scheduler
 from pallas_kernels.attention.mask import TileRange
 from pallas_kernels.attention.online_softmax import TileCoord
-from pallas_kernels.attention.problem import WARPGROUP_ROWS, AnyBackwardConfig, Attention
-from pallas_kernels.mosaic import fast_math, ptx
+from pallas_kernels.attention.problem import AnyBackwardConfig, Attention
+from pallas_kernels.hardware import WARPGROUP_ROWS
+from pallas_kernels.mosaic import fast_math, pipeline, ptx
 from pallas_kernels.mosaic.fast_math import LOG2E
 from pallas_kernels.mosaic.ptx import WGMMA, Index
 

@@ -24,7 +24,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention import backward_common, backward_xla, gather, mask, pipeline, wgmma
+from pallas_kernels.attention import backward_common, backward_xla, epilogue, gather, mask
 from pallas_kernels.attention.backward_common import (
     Compare,
     Step,
@@ -38,10 +38,10 @@ from pallas_kernels.attention.backward_common import (
 from pallas_kernels.attention.backward_xla import CHUNK, TILE, padded_dims
 from pallas_kernels.attention.mask import TileRange
 from pallas_kernels.attention.problem import Attention, BackwardWideConfig, unsupported_reason
-from pallas_kernels.attention.wgmma import panels, store, tiled
 from pallas_kernels.hardware import Device
-from pallas_kernels.mosaic import mbarrier, ptx, reduce
+from pallas_kernels.mosaic import mbarrier, pipeline, ptx, reduce, wgmma
 from pallas_kernels.mosaic.ptx import WGMMA
+from pallas_kernels.mosaic.wgmma import panels, store, tiled
 
 Sums = tuple[jax.Array, ...]  # the pieces of a gradient
 
@@ -427,7 +427,7 @@ def _epilogue(tile: Tile, warpgroup: int, gradient: Any, place: Any, target: jax
     reduce.sync_block(tile.config.warpgroups)
     if tile.config.head_splits > 1:
         for i, x in enumerate(gradient):
-            wgmma.store_sums(target, x, tile.place(tile.first_key), i * PIECE)
+            epilogue.store_sums(target, x, tile.place(tile.first_key), i * PIECE)
         return plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for i, x in enumerate(gradient):
         panels = pl.ds(i * PIECE // CHUNK, -(-x.shape[1] // CHUNK))

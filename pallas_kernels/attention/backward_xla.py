@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 from pallas_kernels import monoid
-from pallas_kernels.attention import backward_common, mask, wgmma
+from pallas_kernels.attention import backward_common, mask
 from pallas_kernels.attention.backward_common import capped_bias
-from pallas_kernels.attention.problem import WARPGROUP_ROWS, AnyBackwardConfig, Attention, operand_names
-from pallas_kernels.mosaic import reduce
+from pallas_kernels.attention.problem import AnyBackwardConfig, Attention, operand_names
+from pallas_kernels.hardware import WARPGROUP_ROWS
+from pallas_kernels.mosaic import reduce, wgmma
 from pallas_kernels.mosaic.fast_math import LOG2E
 
 CHUNK = WARPGROUP_ROWS  # keys of a warpgroup, and columns of a swizzled 16-bit tile

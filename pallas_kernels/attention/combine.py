@@ -19,7 +19,7 @@ from jax import lax
 
 from pallas_kernels import monoid
 from pallas_kernels.attention import gather
-from pallas_kernels.attention.problem import WARPGROUP_ROWS
+from pallas_kernels.hardware import WARPGROUP_ROWS
 from pallas_kernels.mosaic import fast_math, ptx
 
 COLUMNS = 8

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from pallas_kernels.attention import backward, backward_common, backward_wide, combine, cudnn, dropout, forward, mask
 from pallas_kernels.attention.problem import (
-    WARPGROUP_ROWS,
     AnyBackwardConfig,
     Attention,
     BackwardConfig,
@@ -21,7 +20,7 @@ from pallas_kernels.attention.problem import (
     Op,
 )
 from pallas_kernels.decision import Decision, Kernel, by_card, decision, refusals
-from pallas_kernels.hardware import Device
+from pallas_kernels.hardware import WARPGROUP_ROWS, Device
 
 KIB, MIB = 2**10, 2**20
 _FEW_QUERIES, _MANY_KEYS = 16, 2048  # of cuDNN: 4 queries of 4096 keys and 8 heads took 38 us, XLA 13 (H100)

@@ -23,14 +23,14 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import hardware
-from pallas_kernels.attention import combine, gather, mask, online_softmax, pipeline, tile_scheduler, wgmma
+from pallas_kernels.attention import combine, epilogue, gather, mask, online_softmax, tile_scheduler
 from pallas_kernels.attention.mask import TileRange
 from pallas_kernels.attention.online_softmax import State, TileCoord, by_row, finalize, initial, update
-from pallas_kernels.attention.problem import WARPGROUP_ROWS, Attention, ForwardConfig, operand_names, unsupported_reason
-from pallas_kernels.attention.wgmma import PANEL, panels, tiled
-from pallas_kernels.hardware import Device
-from pallas_kernels.mosaic import ptx, reduce
+from pallas_kernels.attention.problem import Attention, ForwardConfig, operand_names, unsupported_reason
+from pallas_kernels.hardware import WARPGROUP_ROWS, Device
+from pallas_kernels.mosaic import pipeline, ptx, reduce, wgmma
 from pallas_kernels.mosaic.ptx import WGMMA
+from pallas_kernels.mosaic.wgmma import PANEL, panels, tiled
 
 Cta = SimpleNamespace  # `problem`, `config`, and the references of operands, results and scratch by their names
 
@@ -581,7 +581,7 @@ def _epilogue(cta: Cta, place: TileCoord, split: Any, state: State) -> None:
     unseen, factor, lse = finalize(state, sink, hidden)
     # The outputs of a split follow those of the splits before, along the batch.
     place = place._replace(batch=split * problem.batch + place.batch)
-    wgmma.store_rows(cta.lse, lse, place, queries_first=cta.config.splits > 1)
+    epilogue.store_rows(cta.lse, lse, place, queries_first=cta.config.splits > 1)
 
     def hide(out: jax.Array) -> jax.Array:
         return ptx.where(by_row(unseen, out), jnp.zeros_like(out), out)
@@ -591,7 +591,7 @@ def _epilogue(cta: Cta, place: TileCoord, split: Any, state: State) -> None:
         out = state.out[:, start : min(start + columns, problem.value_dim)]
         out = lax.cond(gather.warp_any(unseen), hide, lambda out: out, out * by_row(factor, out))
         if cta.config.splits > 1:
-            wgmma.store_sums(cta.out, out, place, start)
+            epilogue.store_sums(cta.out, out, place, start)
             continue
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         wgmma.stmatrix(cta.out_smem.at[warpgroup], out.astype(problem.dtype), once=True)

@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.attention import mask
-from pallas_kernels.attention.problem import WARPGROUP_ROWS
+from pallas_kernels.hardware import WARPGROUP_ROWS
 from pallas_kernels.mosaic import ptx
 from pallas_kernels.mosaic.ptx import INTEGER, ROW, WGMMA, Index
 

@@ -13,7 +13,8 @@ from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels import monoid
 from pallas_kernels.attention import gather, mask
-from pallas_kernels.attention.problem import WARPGROUP_ROWS, Attention, ForwardConfig
+from pallas_kernels.attention.problem import Attention, ForwardConfig
+from pallas_kernels.hardware import WARPGROUP_ROWS
 from pallas_kernels.mosaic import fast_math, ptx
 from pallas_kernels.mosaic.fast_math import LOG2E
 from pallas_kernels.mosaic.ptx import ROW, WGMMA

@@ -31,7 +31,8 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 import jax
 import jax.numpy as jnp
 
-WARPGROUP_ROWS = 64  # rows of a WGMMA
+from pallas_kernels.hardware import WARPGROUP_ROWS
+
 UNBOUNDED = 2**30  # the widths of a window from which on it has no bound
 
 

@@ -5,7 +5,9 @@ The figures were fitted to the calls of `benchmarks/results/h200/sample_*.json`.
 
 import dataclasses
 
+from pallas_kernels.decision import Decision, Kernel, decision, refusals
 from pallas_kernels.hardware import Device
+from pallas_kernels.linear_cross_entropy import forward
 from pallas_kernels.linear_cross_entropy.forward import Config, Problem
 
 _TILE_US = 0.0115  # of the kernel, for each column of the embedding
@@ -42,3 +44,29 @@ def _tiles_in_turn(problem: Problem, config: Config, device: Device) -> int:
     """How many tiles one CTA computes, one after another."""
     groups = -(-problem.tokens // config.tokens) * -(-problem.vocabulary // (config.group * config.columns))
     return -(-groups // device.sm_count) * config.group
+
+
+def _configs(problem: Problem, device: Device) -> tuple[Config, ...]:
+    return (config(problem, device),)
+
+
+_KERNEL = Kernel("linear_cross_entropy", forward.unsupported, _configs, forward.run)
+KERNELS = {_KERNEL.name: _KERNEL}
+
+
+def decide(problem: Problem, device: Device, *, refused: str | None = None, named: bool = False) -> Decision:
+    """Decides whether the kernel computes a problem; `refused` says why the call is not one that it computes.
+
+    If the kernel is `named`, the user asked for it, even where XLA is faster.
+    """
+    why_not = refused or refusals(KERNELS, problem, device)[_KERNEL.name]
+    why_not = why_not or (None if named else left_to_xla(problem, device))
+    return decision(
+        problem,
+        device,
+        _KERNEL if why_not is None else None,
+        () if why_not is None else ((_KERNEL.name, why_not),),
+        None,
+        reason="product and online softmax are one kernel",
+        invariant=None,
+    )

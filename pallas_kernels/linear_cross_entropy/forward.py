@@ -26,10 +26,10 @@ from jax import lax
 
 from pallas_kernels import hardware, monoid
 from pallas_kernels.attention import gather
-from pallas_kernels.attention.wgmma import tiled
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import fast_math, ptx, reduce
 from pallas_kernels.mosaic.ptx import ROW, WGMMA
+from pallas_kernels.mosaic.wgmma import tiled
 
 WARPGROUPS = 2
 ROWS = 64  # of a warpgroup

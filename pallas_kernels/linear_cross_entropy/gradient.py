@@ -16,9 +16,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention.wgmma import tiled
 from pallas_kernels.mosaic import ptx, reduce
 from pallas_kernels.mosaic.ptx import ROW, WGMMA
+from pallas_kernels.mosaic.wgmma import tiled
 
 ROWS = 64
 _PART = 64  # columns that are in registers together

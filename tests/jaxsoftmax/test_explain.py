@@ -327,7 +327,7 @@ def test_a_kernel_of_losses_without_logits() -> None:
         "linear_cross_entropy of bfloat16: hidden [2,500,512], weight [512,32000]",
         "  here: no CUDA device, so XLA runs the reference",
         "  on NVIDIA H200: kernel linear_cross_entropy",
-        "    why: product and online softmax are one kernel, and no logits are written",
+        "    why: product and online softmax are one kernel; config by the heuristic",
         "    moves: nothing can move less than 33.8 MB",
         "    takes: at least 42 us at 780 TFLOP/s, for products of 32.77 GFLOP",
     ]

@@ -22,17 +22,16 @@ from pallas_kernels.attention import (
     backward_xla,
     combine,
     dispatch,
+    epilogue,
     forward,
     gather,
     mask,
     online_softmax,
-    pipeline,
     tile_scheduler,
-    wgmma,
 )
 from pallas_kernels.attention.online_softmax import TileCoord
 from pallas_kernels.attention.problem import Op
-from pallas_kernels.mosaic import fast_math, ptx, reduce
+from pallas_kernels.mosaic import fast_math, pipeline, ptx, reduce, wgmma
 from pallas_kernels.mosaic.fast_math import LOG2E
 from pallas_kernels.mosaic.ptx import WGMMA
 
@@ -383,7 +382,7 @@ MUTANTS = (
            lambda load, *a: load(*a[:-1], 1), "mask", heads=(4, 2), packed_heads=2),
     _split("a packed tile's rows have the first head's sink", gather.load_of_heads,
            lambda load, ref, pack, heads: load(ref, pack, 1), "sinks", heads=(4, 2), packed_heads=2, splits=1),
-    _split("the logsumexps of splits are stored heads first", wgmma.store_rows,
+    _split("the logsumexps of splits are stored heads first", epilogue.store_rows,
            lambda store, *a, **_: store(*a), heads=(4, 2), rejected_by=UNORDERED),
     _paged("pages are read twice, and the next ones not at all", pipeline.copy_pages, _stale_pages),
     _paged("pages are those of the table's next entries", pipeline.copy_pages,

@@ -18,7 +18,8 @@ from selected import cases_for
 
 from pallas_kernels import hardware
 from pallas_kernels.attention import combine, dispatch, forward, mask, tile_scheduler
-from pallas_kernels.attention.problem import WARPGROUP_ROWS, Attention, ForwardConfig, Op
+from pallas_kernels.attention.problem import Attention, ForwardConfig, Op
+from pallas_kernels.hardware import WARPGROUP_ROWS
 from tests import errors
 from tests.pairwise import pairwise
 

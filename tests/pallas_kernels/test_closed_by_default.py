@@ -66,10 +66,10 @@ def test_an_operand_that_kernels_do_not_name_is_refused(slopes: Any, op: of_atte
 @pytest.mark.parametrize("op", of_attention.Op)
 def test_dropout_in_two_passes_refuses_it_too(slopes: Any, op: of_attention.Op) -> None:
     problem = slopes(in_kernels=False)(op, keep=(2, 8, 256, 256))
-    found = attention.decide(problem, H200)
+    found = attention.decide(problem, H200, named=True)
     assert found.chosen is None
     assert "slopes" in found.declined[0][1]
-    assert attention.decide(dataclasses.replace(problem, slopes=False), H200).chosen is not None
+    assert attention.decide(dataclasses.replace(problem, slopes=False), H200, named=True).chosen is not None
 
 
 @pytest.mark.parametrize("op", of_attention.Op)
@@ -86,10 +86,12 @@ def test_an_operand_is_not_read_unless_it_says_so() -> None:
 def test_the_kernel_of_a_loss_of_a_product_refuses_an_operand_that_it_does_not_read() -> None:
     shapes = {"hidden": (64, 128), "weight": (128, 1024), "labels": (64,)}
     operands = {name: jax.ShapeDtypeStruct(shape, BF16) for name, shape in shapes.items()}
-    reason = lambda **more: linear_kernel.kernel_reason(linear_kernel.Rules(), operands | more, H200)
-    assert reason() is None
-    assert reason(temperatures=operands["labels"]) == "the kernel does not read temperatures"
-    assert reason(cotangent_max=operands["labels"]) == "the kernel does not read cotangent_max"
+    decide = lambda **more: linear_kernel.decide(linear_kernel.Rules(), operands | more, H200)
+    assert decide().kernel == "linear_cross_entropy"
+    for name in ("temperatures", "cotangent_max"):
+        decision = decide(**{name: operands["labels"]})
+        assert decision.kernel is None
+        assert decision.declined == (("linear_cross_entropy", f"the kernel does not read {name}"),)
 
 
 def made_up() -> Any:

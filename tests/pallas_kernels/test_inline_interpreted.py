@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from inline_eval import Ref
 
-from pallas_kernels.attention import backward_common, gather, pipeline, tile_scheduler
-from pallas_kernels.mosaic import ptx
+from pallas_kernels.attention import backward_common, gather, tile_scheduler
+from pallas_kernels.mosaic import pipeline, ptx
 from pallas_kernels.softmax import radix_select
 
 RNG = np.random.default_rng(0)

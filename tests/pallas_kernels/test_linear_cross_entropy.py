@@ -18,7 +18,7 @@ from jaxsoftmax._core.sharding import AxisSharding
 from jaxsoftmax._cross_entropy import chunks, linear_kernel
 from pallas_kernels import hardware
 from pallas_kernels.hardware import H200
-from pallas_kernels.linear_cross_entropy import forward, gradient
+from pallas_kernels.linear_cross_entropy import dispatch, forward, gradient
 from pallas_kernels.linear_cross_entropy.forward import Config, Problem
 from pallas_kernels.monoid import Stats
 from pallas_kernels.softmax.problem import IGNORED
@@ -286,9 +286,32 @@ def test_why_no_kernel_takes_a_loss(
 ) -> None:
     shapes = {"hidden": (130, 64), "weight": (64, 320), "bias": (320,), "where": (130, 320)}
     given = {name: jax.ShapeDtypeStruct(shapes.get(name, (130,)), BF16) for name in ("hidden", "weight", *names)}
-    reason = linear_kernel.kernel_reason(chunks.Rules(**facts), given, H200, for_gradient=for_gradient)
+    decision = linear_kernel.decide(chunks.Rules(**facts), given, H200, for_gradient=for_gradient)
+    reason = next((why for _, why in decision.declined), None)
+    assert (decision.kernel is None) == (reason is not None)
     assert (reason is None) == (words is None), reason
     assert str(reason).startswith(str(words))
+
+
+@pytest.mark.parametrize(
+    "tokens, embedding, vocabulary, group, by_xla",
+    [
+        (1490, 3072, 1024, 1, True),
+        (384, 2048, 4096, 1, True),
+        (673, 1216, 2048, 1, False),
+        (86, 1024, 65536, 2, False),
+        (256, 1024, 49152, 1, False),
+        (8192, 2048, 50256, 4, False),
+        (1, 4096, 32000, 1, False),
+    ],
+)
+def test_tiles_keep_sms_busy_or_xla_multiplies(
+    tokens: int, embedding: int, vocabulary: int, group: int, by_xla: bool
+) -> None:
+    problem = Problem(tokens, embedding, vocabulary, BF16)
+    assert dispatch.config(problem, H200).group == group
+    assert (dispatch.decide(problem, H200).kernel is None) == by_xla
+    assert dispatch.decide(problem, H200, named=True).config.group == group
 
 
 # By what a gradient of bfloat16 is computed: weights of rows, these and the second kernel, or weights of tiles.

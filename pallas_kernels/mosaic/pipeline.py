@@ -22,8 +22,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.attention import wgmma
-from pallas_kernels.mosaic import mbarrier, ptx
+from pallas_kernels.mosaic import mbarrier, ptx, wgmma
 from pallas_kernels.mosaic.ptx import Index
 
 LANES = 32  # of a warp

@@ -23,10 +23,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.attention.online_softmax import TileCoord
-from pallas_kernels.attention.problem import WARPGROUP_ROWS
+from pallas_kernels.hardware import WARPGROUP_ROWS
 from pallas_kernels.mosaic import ptx
-from pallas_kernels.mosaic.ptx import ROW, WGMMA
+from pallas_kernels.mosaic.ptx import WGMMA
 
 _DEPTH = 16  # columns of 16-bit numbers that an instruction multiplies
 _LINE = 128  # bytes of a panel's row
@@ -262,7 +261,7 @@ def add_sums(target: jax.Ref, sums: jax.Array) -> None:
     """Adds a square of float32 to one in global memory, from registers, in the layout of `store_square`."""
 
     def reduce_fragments(ctx, target, sums):
-        lane, warp = _lane_and_warp()
+        lane, warp = lane_and_warp()
         offset = ptx.add(ptx.mul(warp, _WARP_BYTES), ptx.mul(lane, 16))
         at = ptx.add(ptx.global_address(target), arith.extui(ptx.i64(), offset))
         for i, pairs in enumerate(_vectors(sums.registers)):
@@ -296,7 +295,7 @@ def stmatrix(target: jax.Ref, factor: jax.Array, *, once: bool = False) -> None:
     dtype = jnp.dtype(target.dtype)
 
     def store_squares(ctx, target, factor):
-        lane, warp = _lane_and_warp(once)
+        lane, warp = lane_and_warp(once)
         # Eight lanes name the rows of each of an instruction's four 8 x 8 matrices: rows, the eight below, both again
         # eight columns on.
         matrix, row = ptx.div(lane, 8), ptx.rem(lane, 8)
@@ -316,85 +315,6 @@ def stmatrix(target: jax.Ref, factor: jax.Array, *, once: bool = False) -> None:
     assert target.shape[1:] == (_SIDE, _SIDE)
     assert dtype.itemsize * _SIDE == _LINE
     ptx.inline(store_squares, target, (factor, WGMMA))
-
-
-def store_rows(target: jax.Ref, values: jax.Array, place: TileCoord, *, queries_first: bool = False) -> None:
-    """Stores a warpgroup's 64 numbers, one a row, into `[batch, heads, queries]`, as far as that goes.
-
-    `queries_first`: into `[batch, queries, heads]`.
-    """
-    _, *extents = target.shape
-    queries, packed = extents[0 if queries_first else 1], place.heads
-
-    def store_row_values(ctx, target, values, *coord):
-        lane, warp = _lane_and_warp(once=True)
-        first = ptx.compare("eq", ptx.rem(lane, 4), 0)
-        for r, value in enumerate(values.registers.flat):
-            batch, head, query, exists = _row_coord(lane, warp, r, coord, packed, queries)
-            outer, inner = (query, head) if queries_first else (head, query)
-            index = ptx.add(ptx.mul(batch, extents[0]), outer)
-            index = ptx.mul(arith.extui(ptx.i64(), index), extents[1])
-            index = ptx.mul(ptx.add(index, arith.extui(ptx.i64(), inner)), 4)
-            address = ptx.add(ptx.global_address(target), index)
-            operands = [address, _number(value), ptx.bit_and(first, exists)]
-            ptx.asm("@$2 st.global.f32 [$0], $1;", "l,f,b,~{memory}", operands)
-
-    ptx.inline(
-        store_row_values,
-        target,
-        (values, ROW),
-        place.batch,
-        place.head,
-        place.row,
-        static={"packed": packed, "queries": queries, "queries_first": queries_first},
-    )
-
-
-def store_sums(target: jax.Ref, sums: jax.Array, place: TileCoord, column: int) -> None:
-    """Stores a warpgroup's rows of float32 into `[batch, queries, heads, columns]`, as far as the queries go."""
-    (_, queries, heads, columns), packed = target.shape, place.heads
-
-    def store_row_sums(ctx, target, sums, *coord):
-        lane, warp = _lane_and_warp(once=True)
-        within = ptx.add(ptx.mul(ptx.rem(lane, 4), 2), column)
-        addresses, stored = [], []
-        for r in range(2):
-            index, head, query, exists = _row_coord(lane, warp, r, coord, packed, queries)
-            for extent, i in ((queries, query), (heads, head)):
-                index = ptx.add(ptx.mul(index, extent), i)
-            index = ptx.mul(arith.extui(ptx.i64(), index), columns)
-            index = ptx.mul(ptx.add(index, arith.extui(ptx.i64(), within)), 4)
-            addresses.append(ptx.add(ptx.global_address(target), index))
-            stored.append(exists)
-        for i, pair in enumerate(sums.registers.flat):
-            text = f"@$3 st.global.v2.f32 [$0+{i // 2 * 32}], {{$1, $2}};"
-            ptx.asm(text, "l,f,f,b,~{memory}", [addresses[i % 2], *ptx.elements(pair), stored[i % 2]])
-
-    ptx.inline(
-        store_row_sums,
-        target,
-        (sums, WGMMA),
-        place.batch,
-        place.head,
-        place.row,
-        static={"column": column, "packed": packed},
-    )
-
-
-def _row_coord(
-    lane: ir.Value, warp: ir.Value, r: int, coord: tuple[Any, ...], packed: int, queries: int
-) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-    """Batch, head and query of a thread's row `r`, of two, in a tile of `packed` heads, and whether there is one."""
-    batch, head, row = map(ptx.scalar, coord)
-    line = ptx.add(ptx.mul(warp, 16), ptx.div(lane, 4))
-    line = ptx.add(line, 8 * r)
-    query = ptx.add(row, ptx.div(line, packed))
-    head = ptx.add(ptx.mul(head, packed), ptx.rem(line, packed))
-    return batch, head, query, ptx.compare("ult", query, queries)
-
-
-def _number(value: ir.Value) -> ir.Value:
-    return ptx.elements(value)[0] if isinstance(value.type, ir.VectorType) else value
 
 
 def commit_square() -> None:
@@ -420,11 +340,12 @@ def _offset(i: int) -> int:
 
 
 def _thread_place(ref: ir.Value) -> ir.Value:
-    lane, warp = _lane_and_warp()
+    lane, warp = lane_and_warp()
     offset = ptx.add(ptx.mul(warp, _WARP_BYTES), ptx.mul(lane, 16))
     return ptx.add(ptx.shared_address(ref), offset)
 
 
-def _lane_and_warp(once: bool = False) -> tuple[ir.Value, ir.Value]:
+def lane_and_warp(once: bool = False) -> tuple[ir.Value, ir.Value]:
+    """Returns a thread's lane in its warp and the warp in its warpgroup; `once`: outside of the loop over steps."""
     thread = ptx.thread_found_here() if once else ptx.thread_in_warpgroup()
     return ptx.rem(thread, 32), ptx.div(thread, 32)
