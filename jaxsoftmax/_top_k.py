@@ -43,7 +43,7 @@ from pallas_kernels import hardware
 from pallas_kernels.monoid import Stats, combine, merge_over
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import Op
-from pallas_kernels.softmax.reference import accumulator_dtype
+from pallas_kernels.types import accumulator_dtype
 
 NAME = "top_k_softmax"
 Normalize = Literal["all", "top_k"]

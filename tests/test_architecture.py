@@ -99,8 +99,17 @@ def test_the_packages_need_only_jax_and_numpy():
 
 
 def test_the_foundations_know_nothing_of_what_stands_on_them():
-    for source in ("pallas_kernels/monoid.py", "pallas_kernels/hardware.py"):
+    for source in (f"pallas_kernels/{name}.py" for name in ("monoid", "hardware", "types")):
         assert not [name for name in _imports(source) if name.startswith("pallas_kernels")], source
+
+
+def test_topics_of_kernels_import_mosaic_and_no_other_topic():
+    topics = {"attention", "linear_cross_entropy", "mosaic", "softmax"}
+    for source in _sources("pallas_kernels"):
+        own = source.split("/")[1]
+        if own in topics:
+            used = {name.split(".")[1] for name in _imports(source) if name.startswith("pallas_kernels.")} & topics
+            assert used <= {own, "mosaic"}, source
 
 
 def test_kernels_do_not_choose():

@@ -16,7 +16,7 @@ from jaxsoftmax._core import checks, numbers
 from jaxsoftmax._core.calls import public
 from jaxsoftmax._core.sharding import broadcast_spec, common_spec, reshard, settings_for, spec_of
 from pallas_kernels.attention.problem import OPERANDS, UNBOUNDED, Operands, leading
-from pallas_kernels.softmax.reference import accumulator_dtype
+from pallas_kernels.types import accumulator_dtype
 
 CausalAlignment = Literal["top_left", "bottom_right"]
 

@@ -38,7 +38,7 @@ from jaxsoftmax._core.sharding import (
 )
 from pallas_kernels.attention.problem import DIFFERENTIABLE, OPERANDS, PAIRS, RANK, Op, Rules, problem_of
 from pallas_kernels.hardware import Device
-from pallas_kernels.softmax.reference import accumulator_dtype
+from pallas_kernels.types import accumulator_dtype
 
 _DIM_MULTIPLE = 8  # a TMA copy needs rows of whole 16 bytes: 8 elements of 16 bits
 

@@ -16,7 +16,7 @@ from jaxsoftmax._core.checks import ArrayLike
 from jaxsoftmax._core.memory import in_device_memory
 from jaxsoftmax._core.sharding import unify_shardings
 from pallas_kernels.monoid import Stats, decay, finite, log_normalizer, nan_or_infinite
-from pallas_kernels.softmax.reference import accumulator_dtype
+from pallas_kernels.types import accumulator_dtype
 
 _NAME = "merge_attention"
 

@@ -39,7 +39,7 @@ from jaxsoftmax._core.sharding import (
 from pallas_kernels import hardware
 from pallas_kernels.attention.problem import Attention, Op, Operands, Rules
 from pallas_kernels.hardware import Device
-from pallas_kernels.softmax.reference import accumulator_dtype
+from pallas_kernels.types import accumulator_dtype
 
 PageLayout = Literal["heads_first", "pages_first"]
 

@@ -44,7 +44,7 @@ from pallas_kernels import hardware
 from pallas_kernels.attention import reference
 from pallas_kernels.attention.problem import DIFFERENTIABLE, RANK, Op, Operands, Rules, leading, sum_to
 from pallas_kernels.hardware import Device
-from pallas_kernels.softmax.reference import accumulator_dtype
+from pallas_kernels.types import accumulator_dtype
 
 SAVED_NAMES = {"out": "flash_attention_out", "lse": "flash_attention_lse"}
 

@@ -25,7 +25,7 @@ from jaxsoftmax._core.memory import in_device_memory
 from jaxsoftmax._core.sharding import Names, Shape
 from pallas_kernels.attention.problem import OPERANDS, PAIRS, RANK, Operands, Rules
 from pallas_kernels.monoid import Stats, combine, log_normalizer
-from pallas_kernels.softmax.reference import accumulator_dtype
+from pallas_kernels.types import accumulator_dtype
 
 MOST_GATHERED = 2**26  # numbers of keys and values, for which gradients need five times as many bytes as in 16 bits
 RUN = 128  # keys that are sorted as one, which are a tile of the kernels

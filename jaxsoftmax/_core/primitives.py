@@ -40,7 +40,7 @@ from jaxsoftmax._core.sharding import (
 from pallas_kernels import hardware
 from pallas_kernels.hardware import Device
 from pallas_kernels.softmax import reference
-from pallas_kernels.softmax.reference import accumulator_dtype
+from pallas_kernels.types import accumulator_dtype
 
 Results = Callable[..., Sequence[Result]]
 

@@ -23,7 +23,7 @@ from jaxsoftmax._softmax import scaled
 from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import IGNORED
-from pallas_kernels.softmax.reference import accumulator_dtype
+from pallas_kernels.types import accumulator_dtype
 
 WeightLayout = Literal["EV", "VE"]
 Reduction = Literal["none", "mean", "sum"]

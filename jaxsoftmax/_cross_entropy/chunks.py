@@ -27,7 +27,7 @@ from pallas_kernels import hardware
 from pallas_kernels.monoid import Stats, decay
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import IGNORED
-from pallas_kernels.softmax.reference import accumulator_dtype
+from pallas_kernels.types import accumulator_dtype
 
 Body = Callable[[Operands], tuple[Operands, Operands]]
 

@@ -63,7 +63,7 @@ from jaxsoftmax._cross_entropy.linear_kernel import COTANGENT, MOVING, SAVED, TA
 from jaxsoftmax._cross_entropy.primitives import of_gradient, of_weight, weigh
 from pallas_kernels import hardware
 from pallas_kernels.softmax.problem import IGNORED
-from pallas_kernels.softmax.reference import accumulator_dtype
+from pallas_kernels.types import accumulator_dtype
 
 NAME = "linear_cross_entropy"
 Names = tuple[str, ...]

@@ -30,6 +30,7 @@ from jaxsoftmax._softmax.primitives import BY_OP, Computation, bind, by_referenc
 from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import IGNORED, Op
+from pallas_kernels.types import accumulator_dtype
 
 NAME = "softmax_cross_entropy_with_integer_labels"
 
@@ -157,7 +158,7 @@ def _push(
 ) -> list[jax.Array]:
     """Each result is the product of the tangent with the pullback of 1."""
     *residuals, t = operands
-    one = jnp.ones((), reference.accumulator_dtype(t.dtype))
+    one = jnp.ones((), accumulator_dtype(t.dtype))
     units = [[one, None], [None, one]] if stats else [[one]]
     return [(_pull_to_logits(unit, *residuals, axes=axes, **row) * t.astype(one.dtype)).sum(axes) for unit in units]
 
@@ -168,7 +169,7 @@ def _pull_to_gradient(cts: Sequence[jax.Array], gradient: jax.Array, **_: Any) -
 
 
 def _products(gradient: jax.Array, t: jax.Array, *, axes: Axes) -> list[jax.Array]:
-    dtype = reference.accumulator_dtype(gradient.dtype)
+    dtype = accumulator_dtype(gradient.dtype)
     gradient, t = gradient.astype(dtype), t.astype(dtype)
     # In this form XLA drops all of it for a cotangent of 1.
     nothing = (t == 0) | ((gradient == 0) & ~jnp.isfinite(t))

@@ -21,6 +21,7 @@ from jaxsoftmax._softmax.primitives import bind, define_over_rows
 from pallas_kernels.monoid import Stats
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import Op
+from pallas_kernels.types import accumulator_dtype
 
 Axes = tuple[int, ...]
 
@@ -55,7 +56,7 @@ def _by_states(
 @functools.partial(jax.jit, static_argnames="axes", inline=True)
 def _from_states(x: jax.Array, target: jax.Array, stats: Stats, mask: Sequence[jax.Array], axes: Axes) -> jax.Array:
     """The losses from the rows' states, in one program, of which debug_infs does not see the states of empty rows."""
-    wide = reference.accumulator_dtype(x.dtype)
+    wide = accumulator_dtype(x.dtype)
     target = target.astype(wide)
     absent = _absent(x, target) | ~mask[0] if mask else _absent(x, target)
     # An excluded element and its derivative may have any value; the logarithm of an empty row is undefined.
@@ -72,7 +73,7 @@ def _in_one_pass(x: jax.Array, target: jax.Array, *, axes: Axes, **_: Any) -> li
 
 
 def _formula(x: jax.Array, target: jax.Array, axes: Axes) -> jax.Array:
-    y = reference.log_softmax(x.astype(reference.accumulator_dtype(x.dtype)), axes=axes)
+    y = reference.log_softmax(x.astype(accumulator_dtype(x.dtype)), axes=axes)
     # An element without a share has a derivative of 0 by its target too.
     return (-target.astype(y.dtype) * jnp.where(_absent(x, target), 0.0, y)).sum(axes)
 

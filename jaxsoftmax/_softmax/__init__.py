@@ -18,7 +18,7 @@ from jaxsoftmax._softmax.primitives import bind
 from pallas_kernels import monoid
 from pallas_kernels.monoid import Stats, combine
 from pallas_kernels.softmax.problem import Op
-from pallas_kernels.softmax.reference import accumulator_dtype
+from pallas_kernels.types import accumulator_dtype
 
 # Bound once: a program may put this library's functions in their place.
 _JAX_NN = {Op.SOFTMAX: jax.nn.softmax, Op.LOG_SOFTMAX: jax.nn.log_softmax}

@@ -39,7 +39,7 @@ from pallas_kernels.attention.backward_xla import CHUNK, TILE, padded_dims
 from pallas_kernels.attention.mask import TileRange
 from pallas_kernels.attention.problem import Attention, BackwardWideConfig, unsupported_reason
 from pallas_kernels.hardware import Device
-from pallas_kernels.mosaic import mbarrier, pipeline, ptx, reduce, wgmma
+from pallas_kernels.mosaic import mbarrier, pipeline, ptx, reduce, votes, wgmma
 from pallas_kernels.mosaic.ptx import WGMMA
 from pallas_kernels.mosaic.wgmma import panels, store, tiled
 
@@ -443,8 +443,8 @@ def _warp_uniform(tile: Tile) -> Tile:
     It then keeps what loops need of them, and the products' descriptors, in registers of the warp. Without, a window
     spills 112 bytes a thread, as ptxas -c has it.
     """
-    span = TileRange(*(gather.warp_uniform(x) if isinstance(x, jax.Array) else x for x in tile.span))
-    facts = {name: gather.warp_uniform(getattr(tile, name)) for name in ("batch", "key_head", "index")}
+    span = TileRange(*(votes.warp_uniform(x) if isinstance(x, jax.Array) else x for x in tile.span))
+    facts = {name: votes.warp_uniform(getattr(tile, name)) for name in ("batch", "key_head", "index")}
     return dataclasses.replace(tile, span=span, **facts)
 
 

@@ -28,7 +28,7 @@ from pallas_kernels.attention.mask import TileRange
 from pallas_kernels.attention.online_softmax import State, TileCoord, by_row, finalize, initial, update
 from pallas_kernels.attention.problem import Attention, ForwardConfig, operand_names, unsupported_reason
 from pallas_kernels.hardware import WARPGROUP_ROWS, Device
-from pallas_kernels.mosaic import pipeline, ptx, reduce, wgmma
+from pallas_kernels.mosaic import pipeline, ptx, reduce, votes, wgmma
 from pallas_kernels.mosaic.ptx import WGMMA
 from pallas_kernels.mosaic.wgmma import PANEL, panels, tiled
 
@@ -589,7 +589,7 @@ def _epilogue(cta: Cta, place: TileCoord, split: Any, state: State) -> None:
     columns = cta.out_smem.shape[1] * PANEL
     for start in range(0, problem.value_dim, columns):
         out = state.out[:, start : min(start + columns, problem.value_dim)]
-        out = lax.cond(gather.warp_any(unseen), hide, lambda out: out, out * by_row(factor, out))
+        out = lax.cond(votes.warp_any(unseen), hide, lambda out: out, out * by_row(factor, out))
         if cta.config.splits > 1:
             epilogue.store_sums(cta.out, out, place, start)
             continue

@@ -15,11 +15,11 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels.attention import mask
 from pallas_kernels.hardware import WARPGROUP_ROWS
-from pallas_kernels.mosaic import ptx
+from pallas_kernels.mosaic import ptx, votes
 from pallas_kernels.mosaic.ptx import INTEGER, ROW, WGMMA, Index
 
 Corner = tuple[Index, Index, Index, Index]
@@ -190,7 +190,7 @@ def lacks_page(tables: jax.Ref, batch: Index, first: Index, end: Index, pages: i
             word = ptx.word_address(tables, ptx.add(of_batch, at))
             page = ptx.load_if(word, ptx.compare("slt", at, ptx.scalar(end)), 32)
             missing.append(ptx.compare("uge", page, pages))
-        return _vote(missing)
+        return votes.vote(missing)
 
     def search(i: jax.Array, found: jax.Array) -> jax.Array:
         at = first + i * (32 * _ENTRIES)
@@ -203,7 +203,7 @@ def apply_bitmask(x: jax.Array, words: jax.Array) -> jax.Array:
     """`x [64, n]` where its bit of `load_bits` is 1, and -inf elsewhere."""
 
     def apply_bits(ctx, x, words):
-        of_row = _numbers(words)[::2]
+        of_row = votes.numbers(words)[::2]
         registers = np.empty_like(x.registers)
         outside = utils.c(-math.inf, ir.F32Type.get())
         for i, pair in enumerate(x.registers.flat):
@@ -230,7 +230,7 @@ def apply_bounds(x: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Ar
 
     def apply_between(ctx, x, high, *low):
         column = ptx.mul(ptx.rem(utils.thread_idx(), 4), 2)
-        tops, *bottoms = ([ptx.sub(r, column) for r in _numbers(rows)] for rows in (high, *low))
+        tops, *bottoms = ([ptx.sub(r, column) for r in votes.numbers(rows)] for rows in (high, *low))
         registers = np.empty_like(x.registers)
         outside = utils.c(-math.inf, ir.F32Type.get())
         for i, pair in enumerate(x.registers.flat):
@@ -318,62 +318,6 @@ def _apply_pairs(
         result=result,
         static={"size": size, "tests": tests},
     )
-
-
-def warp_uniform(x: jax.Array) -> jax.Array:
-    """An integer that is the same in all lanes, in a uniform register, where the compiler cannot prove that."""
-
-    def first_lane(ctx, x):
-        return ptx.integer(ptx.uniform(ptx.scalar(x)))
-
-    return ptx.inline(first_lane, x, result=INTEGER)
-
-
-def warp_any(x: jax.Array) -> jax.Array:
-    """Whether `x`, one truth value a row, holds in any row of the warp."""
-
-    def vote_any(ctx, x):
-        return _vote(_numbers(x))
-
-    return ptx.inline(vote_any, (x, ROW), result=INTEGER) != 0
-
-
-def warp_any_above(x: jax.Array, factor: float, limits: jax.Array) -> jax.Array:
-    """Whether `x`, eight numbers a row, times `factor` is NaN or above the row's limit anywhere, likewise."""
-
-    def vote_above(ctx, x, limits):
-        above = []
-        for pair, limit in zip(x.registers.flat, _numbers(limits), strict=True):
-            product = arith.mulf(arith.maximumf(*ptx.elements(pair)), utils.c(factor, limit.type))
-            above.append(arith.cmpf(arith.CmpFPredicate.UGT, product, limit))
-        return _vote(above)
-
-    return ptx.inline(vote_above, (x, WGMMA), (limits, ROW), result=INTEGER, static={"factor": factor}) != 0
-
-
-def scaled_less(factor: float, x: jax.Array, y: jax.Array) -> jax.Array:
-    """`x * factor - y`, rounded once wherever it stands; compilers contract a product in some branches only."""
-
-    def multiply_subtract(ctx, x, y):
-        registers = np.empty_like(x.registers)
-        for i, (a, b) in enumerate(zip(x.registers.flat, y.registers.flat, strict=True)):
-            registers.flat[i] = llvm.intr_fma(a, utils.c(factor, a.type), arith.negf(b))
-        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
-
-    return ptx.inline(
-        multiply_subtract, (x, WGMMA), (y, WGMMA), result=(x.shape, x.dtype, WGMMA), static={"factor": factor}
-    )
-
-
-def _vote(mask_bits: list[ir.Value]) -> mgpu.FragmentedArray:
-    text = "{ .reg .pred p; vote.sync.any.pred p, $1, -1; selp.b32 $0, 1, 0, p; }"
-    any_held = functools.reduce(arith.ori, mask_bits)
-    return ptx.integer(ptx.asm_value(text, "=r,b", [any_held]))
-
-
-def _numbers(rows: mgpu.FragmentedArray) -> list[ir.Value]:
-    """Returns a thread's numbers of an array with one number a row: of its upper and of its lower row."""
-    return [x for r in rows.registers.flat for x in (ptx.elements(r) if isinstance(r.type, ir.VectorType) else [r])]
 
 
 _KINDS = {8: "h", 16: "h", 32: "r", 64: "l"}  # of registers, by their bits

@@ -15,7 +15,7 @@ from pallas_kernels import monoid
 from pallas_kernels.attention import gather, mask
 from pallas_kernels.attention.problem import Attention, ForwardConfig
 from pallas_kernels.hardware import WARPGROUP_ROWS
-from pallas_kernels.mosaic import fast_math, ptx
+from pallas_kernels.mosaic import fast_math, ptx, votes
 from pallas_kernels.mosaic.fast_math import LOG2E
 from pallas_kernels.mosaic.ptx import ROW, WGMMA
 
@@ -170,7 +170,7 @@ def update(
         if problem.batch_invariant:
             # A row gets equal bits in a first tile, in a later one, and after a rescale: ptxas contracts the product in
             # some of these places only.
-            less = functools.partial(gather.scaled_less, factor)
+            less = functools.partial(fast_math.scaled_less, factor)
             weights = monoid.decay(x, by_row(maximum, x), exp=jnp.exp2, less=less)
         else:
             weights = monoid.decay(x * factor, by_row(maximum, x), exp=jnp.exp2)
@@ -193,7 +193,7 @@ def update(
         if first:
             grows, (maximum, decay, total, weights) = None, full_update(early)
         else:
-            grows = gather.warp_any_above(highest, factor, state.max + float(config.rescale_threshold_log2))
+            grows = votes.warp_any_above(highest, factor, state.max + float(config.rescale_threshold_log2))
             # Exponentials start before the vote is known, and are computed again where a maximum has grown.
             same = (
                 state.max,
@@ -209,7 +209,7 @@ def update(
     else:
         maximum, decay, total, weights = full_update(x)
         halfway()
-        grows = gather.warp_any(decay != 1.0) if config.rescale_threshold_log2 else None
+        grows = votes.warp_any(decay != 1.0) if config.rescale_threshold_log2 else None
 
     def rescale(out: jax.Array) -> jax.Array:
         decayed = lambda out: out * by_row(decay, out)

@@ -18,7 +18,7 @@ from pallas_kernels.attention import tiles
 from pallas_kernels.attention.problem import RANK, Operands, Rules, leading, sum_to
 from pallas_kernels.attention.tiles import Arrays, Chunk, by_head, by_key, by_rows, of_rows, scores, spread, weighted
 from pallas_kernels.monoid import Stats, combine, decay, decay_to_finite, finite, log_normalizer, nan_or_infinite
-from pallas_kernels.softmax.reference import accumulator_dtype
+from pallas_kernels.types import accumulator_dtype
 
 
 def forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:

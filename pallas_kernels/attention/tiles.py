@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention.problem import OPERANDS, UNBOUNDED, Operands, Rules
 from pallas_kernels.monoid import combine
-from pallas_kernels.softmax.reference import accumulator_dtype, varying_like
+from pallas_kernels.types import accumulator_dtype, varying_like
 
 CHUNK = 512  # a tile's logits are at most a quarter of a million numbers for each head, whatever the lengths
 FEW_ROWS = 32  # so many rows of all heads together are multiplied with every head's keys, see `_is_few`

@@ -25,9 +25,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import hardware, monoid
-from pallas_kernels.attention import gather
 from pallas_kernels.hardware import Device
-from pallas_kernels.mosaic import fast_math, ptx, reduce
+from pallas_kernels.mosaic import fast_math, ptx, reduce, votes
 from pallas_kernels.mosaic.ptx import ROW, WGMMA
 from pallas_kernels.mosaic.wgmma import tiled
 
@@ -181,7 +180,7 @@ def _label_logit(parts: dict[int, jax.Array], label: jax.Array) -> jax.Array:
 
     # Few tiles have a label of any of a warp's rows.
     is_here = (label >= 0) & (label < sum(part.shape[1] for part in parts.values()))
-    return lax.cond(gather.warp_any(is_here), pick, lambda: _row_numbers(0.0))
+    return lax.cond(votes.warp_any(is_here), pick, lambda: _row_numbers(0.0))
 
 
 def _row_numbers(value: float) -> jax.Array:

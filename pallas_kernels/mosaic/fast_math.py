@@ -6,7 +6,14 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.mosaic import ptx
+from pallas_kernels.mosaic.ptx import WGMMA
 
 LOG2E = math.log2(math.e)
 
@@ -78,3 +85,17 @@ def log(x: jax.Array) -> jax.Array:
     result = k.astype(jnp.float32) * 0.693147180559945 + (s * 2.0 + s * series)
     result = lax.select(x == 0.0, jnp.full_like(x, -jnp.inf), result)
     return lax.select(x < jnp.inf, result, x)
+
+
+def scaled_less(factor: float, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Computes `x * factor - y`, rounded once everywhere; compilers contract a product in some branches only."""
+
+    def multiply_subtract(ctx, x, y):
+        registers = np.empty_like(x.registers)
+        for i, (a, b) in enumerate(zip(x.registers.flat, y.registers.flat, strict=True)):
+            registers.flat[i] = llvm.intr_fma(a, utils.c(factor, a.type), arith.negf(b))
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return ptx.inline(
+        multiply_subtract, (x, WGMMA), (y, WGMMA), result=(x.shape, x.dtype, WGMMA), static={"factor": factor}
+    )

@@ -25,6 +25,7 @@ from pallas_kernels.monoid import (
     scaled,
 )
 from pallas_kernels.softmax.problem import IGNORED
+from pallas_kernels.types import accumulator_dtype, varying_like
 
 Axes = tuple[int, ...]
 
@@ -34,11 +35,6 @@ _MANY_ELEMENTS = 2**23  # in 16 bits, with so many elements it is faster to find
 _WIDENED_COLS = 512
 _STRIDE = 32  # of longer rows with at least so many elements between neighbours, the state is found in one reduction
 _BEYOND_CACHE = 2**22  # elements up to which L2 holds the operand, and reading it again costs little
-
-
-def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype in which rows are accumulated."""
-    return jnp.dtype(dtype if jnp.dtype(dtype).itemsize == 8 else jnp.float32)
 
 
 def logits(x: jax.Array, scale: float, soft_cap: float | None = None) -> jax.Array:
@@ -75,20 +71,6 @@ BELOW.def_abstract_eval(lambda z, maximum: z)
 mlir.register_lowering(BELOW, mlir.lower_fun(_clamp, multiple_results=False))
 ad.defjvp(BELOW, lambda t, z, maximum: t, None)
 batching.primitive_batchers[BELOW] = _batched
-
-
-def varying_like(tree: Any, like: Any) -> Any:
-    """Makes the arrays of `tree` vary over the mesh axes of `like` too.
-
-    `shard_map` asks it of a primitive's operands, and of a loop's carry, whose body makes it vary.
-    """
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(like)))
-
-    def vary(x: jax.Array) -> jax.Array:
-        missing = axes - jax.typeof(x).manual_axis_type.varying
-        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
-
-    return jax.tree.map(vary, tree)
 
 
 def _held(z: jax.Array, where: jax.Array | None) -> jax.Array:

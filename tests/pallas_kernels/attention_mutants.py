@@ -31,7 +31,7 @@ from pallas_kernels.attention import (
 )
 from pallas_kernels.attention.online_softmax import TileCoord
 from pallas_kernels.attention.problem import Op
-from pallas_kernels.mosaic import fast_math, pipeline, ptx, reduce, wgmma
+from pallas_kernels.mosaic import fast_math, pipeline, ptx, reduce, votes, wgmma
 from pallas_kernels.mosaic.fast_math import LOG2E
 from pallas_kernels.mosaic.ptx import WGMMA
 
@@ -301,7 +301,7 @@ MUTANTS = (
     _forward("weights that began early are kept when the maximum has grown", lax.cond,
              lambda cond, grows, new, old: cond(grows, lambda: (*new()[:2], *old()[2:]), old), "large",
              inside=online_softmax.update, early_exp_columns=24),
-    _forward("no warp looks for a maximum that grows", gather.warp_any_above,
+    _forward("no warp looks for a maximum that grows", votes.warp_any_above,
              lambda warp_any_above, x, factor, limits: warp_any_above(x, factor, limits + 2.0**20), "huge",
              rejected_by=NOT_FINITE, early_exp_columns=24),
     _forward("a negative scale is taken for a positive one", online_softmax.folds_scale,
@@ -409,7 +409,7 @@ MUTANTS = (
     _forward("the next tile's queries are asked for before the last scores are there", forward._copy_query,
              lambda copy, cta, tile, warpgroup: copy(cta, tile, 1 - warpgroup), inside=forward._mainloop,
              rejected_by=RACE, heads=(3, 1)),
-    _forward("rows that see nothing are not zeroed", gather.warp_any, lambda warp_any, x: warp_any(x) & False,
+    _forward("rows that see nothing are not zeroed", votes.warp_any, lambda warp_any, x: warp_any(x) & False,
              "window-nothing"),
     _forward("a stage is refilled when one warpgroup has released it", forward._arrivals, _by_half("stage_empty"),
              rejected_by=OUT_OF_STEP),

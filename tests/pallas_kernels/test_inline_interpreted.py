@@ -16,7 +16,7 @@ import pytest
 from inline_eval import Ref
 
 from pallas_kernels.attention import backward_common, gather, tile_scheduler
-from pallas_kernels.mosaic import pipeline, ptx
+from pallas_kernels.mosaic import fast_math, pipeline, ptx, votes
 from pallas_kernels.softmax import radix_select
 
 RNG = np.random.default_rng(0)
@@ -155,9 +155,9 @@ def test_votes_and_products(inline):
         held, x, limits = np.zeros(64, np.int32), np.zeros((64, 8), np.float32), np.ones(64, np.float32)
         if row is not None:
             held[row], x[row, row % 8] = 1, (3.0, np.nan)[row % 2]
-        gather.warp_any(held)
-        gather.warp_any_above(x, 0.5, limits)
-    gather.scaled_less(0.3, numbers(64, 64), numbers(64, 64))
+        votes.warp_any(held)
+        votes.warp_any_above(x, 0.5, limits)
+    fast_math.scaled_less(0.3, numbers(64, 64), numbers(64, 64))
     assert inline.evaluated == {"vote_any", "vote_above", "multiply_subtract"}
 
 

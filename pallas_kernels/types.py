@@ -1,0 +1,25 @@
+"""The types of arrays: in which dtype sums are accumulated, and over which axes of a mesh arrays vary."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """Says in which dtype rows are accumulated."""
+    return jnp.dtype(dtype if jnp.dtype(dtype).itemsize == 8 else jnp.float32)
+
+
+def varying_like(tree: Any, like: Any) -> Any:
+    """Makes the arrays of `tree` vary over the mesh axes of `like` too.
+
+    `shard_map` asks it of a primitive's operands, and of a loop's carry, whose body makes it vary.
+    """
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(like)))
+
+    def vary(x: jax.Array) -> jax.Array:
+        missing = axes - jax.typeof(x).manual_axis_type.varying
+        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(vary, tree)
