@@ -150,7 +150,8 @@ ON_CUDA = {name: call for name, call in NAMED.items() if "query" not in call[1]}
     "attention": (functools.partial(jaxsoftmax.flash_attention, is_causal=True, local_window_size=(3, 1)), ATTENTION)
 }
 FORWARD_ON_CUDA = {name: NAMED[name] for name in ("from the end", "pages")}
-BY_XLA = ("cross_entropy", "masked loss", "logsumexp with weights", "merged", "softmax", "weighted linear", "router")
+BY_XLA = {"cross_entropy", "masked loss", "logsumexp with weights", "merged", "probabilities", "router", "softmax"}
+BY_XLA |= {"weighted linear"}
 
 
 def lowered_for_cuda(name: str, *settings: str) -> str:

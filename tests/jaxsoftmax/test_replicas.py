@@ -16,7 +16,8 @@ from tests.jaxsoftmax.calls import CALLS, MORE_CALLS, QKV, Operands
 from tests.jaxsoftmax.sharded import mesh, put
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-FACTORS = np.repeat([1e-4, 30.0, 1e3, 1e-2], 2)  # of the operands, or of the cotangents, of four devices
+FACTORS = np.repeat([1e-4, 30.0, 1e3, 1e-2], 2)  # of the cotangents of four devices
+OPERANDS_FACTORS = np.sqrt(FACTORS)  # by the square logits would be so large that float32 rounds probabilities by 7 %
 D, COLUMNS = P("d"), P(None, None, "d")
 TOKENS = dict.fromkeys(("hidden", "labels", "weights", "scale"), D)
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
@@ -69,7 +70,7 @@ def _compiled(name: str) -> Any:
 def _by_device(spec: P, x: jax.Array) -> jax.Array:
     """`x` times the factors of the devices that have it."""
     at = next(d for d, entry in enumerate(spec) if entry)
-    factors = np.repeat(FACTORS, 8)[:: 64 // x.shape[at]][: x.shape[at]]
+    factors = np.repeat(OPERANDS_FACTORS, 8)[:: 64 // x.shape[at]][: x.shape[at]]
     return (x * factors.reshape([-1 if d == at else 1 for d in range(x.ndim)])).astype(x.dtype)
 
 
@@ -91,7 +92,7 @@ def test_replicas(name: str, dtype: Any, kind: AxisType, specs: dict[str, P]) ->
                 np.testing.assert_array_equal(here, of.setdefault(str(shard.index), here), f"replicas of {name}")
                 part, most = np.float32(truth[shard.index]), float(jnp.finfo(x.dtype).max) / 2
                 size = np.abs(part[np.abs(part) < most]).max(initial=1e-3)
-                limit = 32 * float(jnp.finfo(dtype).eps) * size
+                limit = 64 * float(jnp.finfo(dtype).eps) * size
                 held = [np.clip(np.float32(x), -most, most) for x in (here, part)]
                 np.testing.assert_allclose(*held, rtol=0, atol=limit, err_msg=name)
 

@@ -48,10 +48,12 @@ def optimised(request):
 
 
 @pytest.fixture(autouse=True)
-def blocks_are_looked_at(request, monkeypatch):
+def blocks_are_looked_at(request):
     """The problems of these tests are so small that a kernel would visit all that a mask hides."""
-    if request.node.path.stem in NOT_BY_XLA:
-        monkeypatch.setattr("pallas_kernels.attention.mask.FEW_BLOCKS", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.path.stem in NOT_BY_XLA:
+            patch.setattr("pallas_kernels.attention.mask.FEW_BLOCKS", 0)
+        yield
 
 
 @pytest.fixture

@@ -51,7 +51,9 @@ def _traced(run, operands):
 @pytest.mark.parametrize("op, dim", [(Op.FORWARD, 128), (Op.BACKWARD, 64), (Op.BACKWARD, 256)])
 def test_attention(op, dim, kind):
     problem = problem_of(op, KINDS[kind], (512, 512), (dim, dim), "bfloat16", (4, 2))
-    assert not _traced(dispatch.decide(problem, hardware.H200).run, abstract(problem))
+    found = _traced(dispatch.decide(problem, hardware.H200, named=True).run, abstract(problem))
+    # The refill of a stage is traced once, for all places of the forward kernel that refill one.
+    assert set(found) <= ({"_copy_stage"} if op is Op.FORWARD else set())
 
 
 @pytest.mark.parametrize("name, cols", [("warp", 1000), ("online", 1000), ("cluster", 20011), ("grid", 2**20)])
