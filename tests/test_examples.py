@@ -231,7 +231,7 @@ def test_losses_of_a_sharded_vocabulary_at_their_edges(rows):
     # By itself each operation of a `shard_map` is a program. XLA does not compile the map of an empty array as one.
     compiled = jax.jit if rows else lambda f: f
     programs = [compiled(jax.value_and_grad(loss)) for loss in (by_hand, names["loss"])]
-    for hidden in (0, 9, 15):
+    for hidden in (0, 9, 15) if rows else (0,):
         logits = jnp.where(jnp.arange(16) < hidden, -jnp.inf, jnp.linspace(-1, 1, 16)) * jnp.ones((rows, 1))
         found = [program(logits, jnp.full(rows, 15)) for program in programs]
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *found)
