@@ -79,7 +79,11 @@ def by_key(weights: jax.Array, queries: jax.Array, rules: Rules) -> jax.Array:
         wide = accumulator_dtype(x.dtype)
         factors = jnp.moveaxis(weights, -1, -3)[..., None].astype(wide)
         return (factors * jnp.moveaxis(x, -3, -2)[..., None, :, :, :].astype(wide)).sum(-2)
-    return jnp.moveaxis(einsum("...rkh,...krs->...khs", x, weights, rules), -1, -3)
+    if rules.tile is None:
+        # With keys last the product is a quarter faster on a CPU.
+        return jnp.moveaxis(einsum("...rkh,...krs->...khs", x, weights, rules), -1, -3)
+    # XLA for a GPU then reads the rows as another product does, and does not copy them again.
+    return jnp.swapaxes(einsum("...krs,...rkh->...ksh", weights, x, rules), -3, -2)
 
 
 def _is_few(rows: jax.Array, rules: Rules) -> bool:
