@@ -37,13 +37,18 @@ def losses(
     """Gives each row's loss, from operands of one rank."""
     shape = jnp.broadcast_shapes(x.shape, target.shape)
     cols = math.prod(shape[d] for d in axes)
-    small = cols <= _SHORT_COLS or math.prod(shape) <= _FUSED_ELEMENTS
+    small = cols <= _SHORT_COLS or _is_small(x, target)
     if not mask and implementation != "mosaic_gpu" and cols <= _FUSED_COLS and small:
         (loss,) = _IN_ONE_PASS.bind(
             *unify_varying(x, target), axes=axes, implementation=implementation, function=function
         )
         return loss
     return _by_states(x, target, *mask, axes=axes, implementation=implementation, function=function)
+
+
+def _is_small(x: jax.Array, target: jax.Array) -> bool:
+    elements = math.prod(jnp.broadcast_shapes(x.shape, target.shape))
+    return isinstance(elements, int) and elements <= _FUSED_ELEMENTS
 
 
 def _by_states(
@@ -91,7 +96,7 @@ def _absent(x: jax.Array, target: jax.Array) -> jax.Array:
 def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     """Computes long rows' losses from the states, of which their derivative is made."""
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    is_small = primals[0].size <= _FUSED_ELEMENTS
+    is_small = _is_small(*primals)
 
     def loss(*moved: jax.Array) -> jax.Array:
         operands = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))

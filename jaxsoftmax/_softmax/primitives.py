@@ -107,7 +107,9 @@ class Computation:
     def reference(self, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         """Lowers to plain XLA operations, on a GPU in the form that XLA reads fastest there."""
         on_cuda = tuple(ctx.platforms or ctx.module_context.platforms) == ("cuda",)
-        gpu = {"gpu": True} if on_cuda and is_local(ctx) and not is_explicit(ctx.avals_in) else {}
+        avals: Sequence[Any] = ctx.avals_in
+        known = all(isinstance(n, int) for aval in avals for n in aval.shape)
+        gpu = {"gpu": True} if on_cuda and known and is_local(ctx) and not is_explicit(avals) else {}
         return lower_plain(self.plain, ctx, *operands, **_of_row(params), **gpu)
 
     def by_kernel(self, ctx: mlir.LoweringRuleContext, named: str | None, **params: Any) -> RowOp:

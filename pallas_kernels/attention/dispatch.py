@@ -102,13 +102,12 @@ def _xla_is_faster(problem: Attention, device: Device) -> str | None:
         if problem.bias is not None and longest <= figures.short_bias and heads > 4 * device.sm_count:
             return f"each of {heads} heads reads its own bias, a tile of which is mostly padding"
         return None
-    padded = longest <= figures.short_gradient
-    if padded and problem.head_dim > 128 and problem.batch * problem.key_heads > device.sm_count:
-        return "a tile of 64 keys and 64 queries is mostly padding, and XLA computes such short gradients faster"
     is_given = some_seen or problem.bias is not None
     if is_given and problem.group == 1 and logits <= figures.small_gradient:
         return "XLA computes so few logits in less time than a kernel's mask, bias or lengths take to prepare"
-    if longest <= figures.short_gradient_of_many and (some_seen or heads > 4 * device.sm_count):
+    wide_and_many = problem.head_dim > 128 and problem.batch * problem.key_heads > device.sm_count
+    many = some_seen or heads > 4 * device.sm_count
+    if longest <= max(figures.short_gradient * wide_and_many, figures.short_gradient_of_many * many):
         return "a tile of 64 keys and 64 queries is mostly padding, and XLA computes such short gradients faster"
     return None
 

@@ -29,7 +29,7 @@ from pallas_kernels.types import accumulator_dtype, varying_like
 
 Axes = tuple[int, ...]
 
-# On a GPU XLA reads rows as follows. With `gpu`, one device has all of the operands.
+# On a GPU XLA reads rows as follows. With `gpu`, one device has all of the operands, whose sizes are known.
 SHORT_COLS = 15  # one thread reads a row that is so short
 _MANY_ELEMENTS = 2**23  # in 16 bits, with so many elements it is faster to find the states of such rows first
 _WIDENED_COLS = 512
@@ -134,12 +134,7 @@ def _stride(shape: Sequence[int], axes: Axes) -> int:
 
 def _in_one_pass(shape: Sequence[int], axes: Axes) -> bool:
     is_long = _stride(shape, axes) >= _STRIDE and math.prod(shape[d] for d in axes) > SHORT_COLS
-    return is_long and _is_beyond_cache(shape)
-
-
-def _is_beyond_cache(shape: Sequence[int]) -> bool:
-    elements = math.prod(shape)
-    return not isinstance(elements, int) or elements > _BEYOND_CACHE
+    return is_long and math.prod(shape) > _BEYOND_CACHE
 
 
 def by_state(shape: Sequence[int], axes: Axes, itemsize: int) -> bool:
@@ -170,7 +165,7 @@ def _rows(
     if gpu and by_state(z.shape, axes, x.dtype.itemsize):
         maximum, total = _state(z, axes, unit, gpu)
         return _times(z - maximum, unit), exp_in(unit)(z - maximum), total
-    if gpu and again and _stride(z.shape, axes) == 1 and _is_beyond_cache(z.shape):
+    if gpu and again and _stride(z.shape, axes) == 1 and math.prod(z.shape) > _BEYOND_CACHE:
         maximum = _maximum_again(z, axes)
     elif x.dtype.itemsize == 2 and scale > 0:
         # Found in their dtype, it has half the bytes, which count where rows are strided and short.

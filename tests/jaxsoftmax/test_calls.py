@@ -230,6 +230,26 @@ def test_pages() -> None:
             jaxsoftmax.paged_attention(**PAGED | {"key_pages": empty, "value_pages": empty})
 
 
+LABELS = lambda x: jnp.zeros(x.shape[:-1], jnp.int32)
+OF_ROWS = {
+    **{name: getattr(jaxsoftmax, name) for name in ("softmax", "log_softmax", "logsumexp")},
+    "softmax along rows": lambda x: jaxsoftmax.softmax(x, axis=0),
+    "integers": lambda x: jaxsoftmax.softmax_cross_entropy_with_integer_labels(x, LABELS(x)),
+    "probabilities": lambda x: jaxsoftmax.softmax_cross_entropy(x, jnp.cos(x)),
+    "linear": lambda x: jaxsoftmax.linear_cross_entropy(x, jnp.ones((x.shape[-1], 64), x.dtype), LABELS(x)),
+}
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("cols", [16, 4096])
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_symbolic_rows(name: str, cols: int, platform: str) -> None:
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape(f"n, {cols}"), jnp.bfloat16)
+    gradient = jax.grad(lambda x: OF_ROWS[name](x).astype(jnp.float32).sum())
+    for function in (OF_ROWS[name], gradient):
+        assert jax.export.export(jax.jit(function), platforms=[platform])(x).out_avals
+
+
 def test_a_symbolic_head_dimension() -> None:
     shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("t, 1, h"), np.float32)
     program = jax.export.export(jax.jit(lambda x: jaxsoftmax.flash_attention(x, x, x)))(shape)
