@@ -10,17 +10,19 @@ costs). A call that no table has is named in the same form.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import results as measured
 from benchmarks.cases import Table
 
 PASSES = ("fwd", "bwd", "value_and_vjp")
@@ -54,7 +56,6 @@ _DECODE = (
     *(f"d128_t{n}_{x}_h{h}" for x, n, h in itertools.product(_CACHES, (2, 4, 8, 16), ("64g8", "32g8", "8g1"))),
 )
 _GROWING = [f"full_d128_t{t}_s{s}_b1_h32g8" for t, s in itertools.product((1, 4, 16), [2**n for n in range(10, 19, 2)])]
-_RAGGED = "lengths_d128_t1_s8192_b64_h32g8"
 _FOR_CPU = (
     *("d32_s256_b8_h4", "d64_s512_b2_h8", "d64_s512_b2_h8g2"),
     *("d64_t1_s4096_b8_h8", "d64_t1_s4096_b8_h8g2", "d64_s2048_b1_h4"),
@@ -171,7 +172,7 @@ class Shape:
         return dataclasses.replace(self, batch=1, heads=group * heads, key_heads=heads, **sizes)
 
     def operands(self, seed: int) -> dict[str, jax.Array]:
-        """Random normal query, key, value and `d_out`, and what the kind needs."""
+        """Random normal query, key, value and `d_out`, and what the kind needs, by the names that functions have."""
         keys = iter(jax.random.split(jax.random.key(seed), 6))
         b, t, s, heads = self.batch, self.query_length, self.length, self.heads
         shapes = {
@@ -191,9 +192,9 @@ class Shape:
         if self.kind == "documents":
             documents = self.documents()
             ids = np.repeat(np.arange(len(documents), dtype=np.int32), documents)
-            made["segments"] = jnp.tile(ids, (b, 1))
+            made["query_segment_ids"] = jnp.tile(ids, (b, 1))
         if self.kind == "lengths":
-            made["lengths"] = jnp.asarray(self.key_lengths())
+            made["key_value_seq_lengths"] = jnp.asarray(self.key_lengths())
         return made
 
 
@@ -216,8 +217,19 @@ class AttentionCase:
         return self.shape.kind
 
     @property
+    def key(self) -> Shape:
+        """The computation, of which passes have programs and a truth in common."""
+        return self.shape
+
+    @property
     def flops(self) -> float:
         return self.shape.flops(self.pass_)
+
+    def speeds(self, times: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+        found = measured.speeds(self.pass_, times, self.flops)
+        if self.pass_ == "fwd":
+            found["tb_per_s"] = round(self.shape.least_bytes / found["us"] / 1e6, 4)
+        return found
 
     def shrunk(self) -> tuple["AttentionCase", dict[str, Any]]:
         if "cpu" in self.tags:
@@ -272,8 +284,7 @@ def parse(name: str) -> AttentionCase | None:
 
 def _declared() -> list[AttentionCase]:
     """Returns the cases that decide first."""
-    squares = [square(*cell) for cell in itertools.product(LENGTHS, DIMS, ("full", "causal"))]
-    found = []
+    found, squares = [], _SQUARES
     for shape, pass_ in itertools.product((*squares, *map(Shape.parse, _OTHERS)), PASSES):
         tags = {"standard"}
         if shape.kind in ("full", "causal") and pass_ != "value_and_vjp":
@@ -286,20 +297,10 @@ def _declared() -> list[AttentionCase]:
     return sorted(found, key=lambda case: "core" not in case.tags)
 
 
-def _cases(names: Iterable[str], passes: Iterable[str], tag: str) -> Iterator[AttentionCase]:
-    for name, pass_ in itertools.product(names, passes):
+def _cases(tag: str, *_: int) -> Iterator[AttentionCase]:
+    names, passes = _APART[tag]
+    for name, pass_ in itertools.product(names, passes.split()):
         yield AttentionCase(Shape.parse(name), pass_, frozenset({tag}))
-
-
-def _odd(*_: int) -> Iterator[AttentionCase]:
-    squares = (square(*cell) for cell in itertools.product(LENGTHS, DIMS, ("full", "causal")))
-    return _cases((dataclasses.replace(x, length=x.length - 1).name for x in squares), ("fwd", "bwd"), "odd")
-
-
-def _for_cpu(*_: int) -> Iterator[AttentionCase]:
-    sizes = itertools.product(_FOR_CPU, ("_f32", ""), ("full", "causal"))
-    names = (f"{kind}_{name}{end}" for name, end, kind in sizes if kind == "full" or "_t1_" not in name)
-    return _cases(names, ("fwd", "value_and_vjp"), "cpu")
 
 
 def sample(count: int, seed: int) -> tuple[AttentionCase, ...]:
@@ -334,17 +335,16 @@ def _drawn(rng: random.Random) -> AttentionCase:
     return AttentionCase(shape, pass_, frozenset({"sample"}))
 
 
-TABLE = Table(
-    _declared,
-    {
-        "odd": _odd,
-        "sample": sample,
-        "short": lambda *_: _cases(_SHORT, ("fwd", "value_and_vjp"), "short"),
-        "decode": lambda *_: _cases([_RAGGED, *(f"full_{x}" for x in _DECODE)], ("fwd",), "decode"),
-        "caches": lambda *_: _cases(_GROWING, ("fwd",), "caches"),
-        "fallbacks": lambda *_: _cases(_FALLBACKS, ("fwd", "value_and_vjp"), "fallbacks"),
-        "cpu": _for_cpu,
-        "invariance": lambda *_: _cases(_INVARIANT, ("fwd",), "invariance"),
-    },
-    parse,
-)
+_SQUARES = [square(*cell) for cell in itertools.product(LENGTHS, DIMS, ("full", "causal"))]
+_SIZES = itertools.product(_FOR_CPU, ("_f32", ""), ("full", "causal"))
+# Calls by name and passes of the tags that are measured apart.
+_APART: dict[str, tuple[list[str], str]] = {
+    "odd": ([dataclasses.replace(shape, length=shape.length - 1).name for shape in _SQUARES], "fwd bwd"),
+    "short": ([*_SHORT], "fwd value_and_vjp"),
+    "decode": (["lengths_d128_t1_s8192_b64_h32g8", *(f"full_{name}" for name in _DECODE)], "fwd"),
+    "caches": (_GROWING, "fwd"),
+    "fallbacks": ([*_FALLBACKS], "fwd value_and_vjp"),
+    "cpu": ([f"{k}_{name}{end}" for name, end, k in _SIZES if k == "full" or "_t1_" not in name], "fwd value_and_vjp"),
+    "invariance": ([*_INVARIANT], "fwd"),
+}
+TABLE = Table(_declared, {"sample": sample} | {tag: functools.partial(_cases, tag) for tag in _APART}, parse)

@@ -1,187 +1,318 @@
-"""A table has the measured cases by name, selects among them, and has the cases of rows.
+"""The registry of operations, the cases that are measured of them, and tables that select among cases.
 
-`benchmarks.attention_cases` has those of attention, in a table of the same kind. Tags of rows: `core` (under two
-minutes on an H200), `standard` (all that the README's claims need), `extended` (more dtypes), `smoke` (what a CPU runs
-by default), `ladder` (the widths of docs/ladder.md), `sweep` (bandwidth against N), `hot` (the working set fits in L2
-and buffers are not rotated), `cross_entropy` and `top_k` (a run each, beside `standard`), and one per source.
-`invariance` (what `jaxsoftmax.batch_invariant()` costs) is measured only where it is asked for.
+`OPERATIONS` has a row for each operation of rows, and for each call as programs write it: one function, in which
+softmax, losses and attention are this project's or `jax.nn`'s (`benchmarks.stock`). `benchmarks.tables` has the cases.
 """
 
 import dataclasses
 import functools
-import itertools
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks.stock import LIBRARIES, STOCK
 from pallas_kernels.softmax.problem import Op, Problem
 
 SHORT_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 LONG_DTYPES = {short: long for long, short in SHORT_DTYPES.items()}
 PASSES = ("fwd", "bwd", "value_and_vjp", "call", "value_and_grad", "value_and_grad_mean")
 ROTATED_BYTES = 150 * 10**6  # between two uses of one address, so that L2 (50 MB) holds nothing of use
-_CPU_ELEMENTS = 1 << 18  # of a case where there is no GPU
-_OWN_RUNS = {"cross_entropy", "top_k", "extended", "invariance"}  # tags of cases that are not "standard"
-
-# Rows that give every width at least 64 MB in 16 bits (128 MB moved), by the width.
-SWEEP = {256: 262144, 512: 262144, 1024: 32768, 2048: 32768, 4096: 32768, 8192: 16384, 16384: 8192, 32768: 4096}
-SWEEP |= {65536: 4096, 131072: 4096, 262144: 2048}
-HTILE = (
-    *((32768, n) for n in (1024, 2048, 4096, 6144)),
-    *((m, n) for n in (8192, 16384) for m in (4096, 8192, 16384)),
-    *((4096, n) for n in (32768, 65536, 131072)),
-)
-VOCABULARIES = {32000: ("Llama-2", 8192), 50257: ("GPT-2", 8192), 128256: ("Llama-3", 8192), 151936: ("Qwen", 4096)}
-TOP_K = ("k1", "k8", "k64")
-# A call's arguments by name, by the end of the case's name.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "": {},
-    "smoothed_capped": {"label_smoothing": 0.1, "z_loss": 1e-4, "logits_soft_cap": 30.0},
-    "half_ignored": {"ignore_index": -100},
-    **{k: {"k": int(k[1:])} for k in TOP_K},
-    "axis0": {"axis": 0},  # of the transposed operand
+_BUFFERS = 8  # at most of a call, so that the operands of small ones take no time to make
+ITERATIONS = 1000  # of a loop over one small call
+_CPU_ELEMENTS = 1 << 18  # of rows where there is no GPU
+_SHRUNK = 64  # a size of a call there
+# A call's arguments by name, by the end of the name of a case of rows.
+VARIANTS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "": (),
+    "smoothed_capped": (("label_smoothing", 0.1), ("z_loss", 1e-4), ("logits_soft_cap", 30.0)),
+    "half_ignored": (("ignore_index", -100),),
+    **{f"k{k}": (("k", k),) for k in (1, 8, 64)},
+    "axis0": (("axis", 0),),  # of the transposed operand
 }
 
-_SWEPT = [(rows, cols) for cols, rows in SWEEP.items()]
-_LOSSES = [(8192, 32000), (8192, 50257), (8192, 128256), (4096, 151936), (4096, 262144)]
-# An operation, its passes, dtypes, shapes as rows and columns, the source, tags and variants.
-_ROWS: tuple[tuple[Any, ...], ...] = (
-    ("softmax", "fwd", "f16 bf16 f32", _SWEPT, "powers of two", "sweep"),
-    ("softmax", "fwd", "f16", HTILE, "HTile", "htile"),
-    ("softmax", "fwd", "f32", [(8765, 4096)], "MSRA", "msra"),
-    ("softmax", "fwd", "f32", [(128, 1024), (128, 16384)], "FastSoftmax", "fastsoftmax hot"),
-    ("softmax", "fwd", "f32", [(128, 131072)], "FastSoftmax", "fastsoftmax"),
-    *(
-        ("softmax", "fwd", dtypes, [(rows, cols)], f"{model} vocabulary", tags)
-        for cols, (model, rows) in VOCABULARIES.items()
-        for dtypes, tags in (("bf16", "vocab"), ("f16 f32", "vocab extended"))
+Arrays = tuple[jax.Array, ...]
+
+
+def _arrays(count: int) -> Callable[["Case", Iterator[jax.Array]], Arrays]:
+    return lambda case, keys: tuple(jax.random.normal(next(keys), case.shape, case.dtype) for _ in range(count))
+
+
+def _with_labels(case: "Case", keys: Iterator[jax.Array]) -> Arrays:
+    labels = jax.random.randint(next(keys), case.shape[:-1], 0, case.shape[-1], jnp.int32)
+    return (*_arrays(1)(case, keys), labels)
+
+
+def _with_targets(case: "Case", keys: Iterator[jax.Array]) -> Arrays:
+    x, logits = _arrays(2)(case, keys)
+    return x, jax.nn.softmax(logits)
+
+
+def _with_where(case: "Case", keys: Iterator[jax.Array]) -> Arrays:
+    (x,) = _arrays(1)(case, keys)
+    if not case.extras:
+        return (x,)
+    first = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1 if case.options["axis"] < 0 else 1) == 0
+    return x, jax.random.bernoulli(next(keys), 0.7, x.shape) | first
+
+
+def _with_ignored(case: "Case", keys: Iterator[jax.Array]) -> Arrays:
+    x, y = _with_labels(case, keys)
+    return x, _some_ignored(case, y)
+
+
+def _with_each_label(case: "Case", keys: Iterator[jax.Array]) -> Arrays:
+    """Labels with the first and the last column among them; with an `ignore_index`, half of the rows have that."""
+    x, y = _with_labels(case, keys)
+    y = y.at[0].set(0).at[-1].set(case.cols - 1)
+    if "ignore_index" not in case.options:
+        return x, y
+    return x, jnp.where(jax.random.permutation(next(keys), case.rows) < case.rows // 2, case.options["ignore_index"], y)
+
+
+def _some_ignored(case: "Case", y: jax.Array) -> jax.Array:
+    return (
+        jnp.where(jnp.arange(y.size) % 2 == 1, case.options["ignore_index"], y) if "ignore_index" in case.options else y
+    )
+
+
+def _of_head(case: "Case", keys: Iterator[jax.Array]) -> Arrays:
+    """Makes operands by tokens, features and vocabulary."""
+    m, e, v = case.shape
+    hidden, weight = (jax.random.normal(next(keys), shape, case.dtype) for shape in ((m, e), (e, v)))
+    labels = jax.random.randint(next(keys), (m,), 0, v, jnp.int32)
+    return hidden, weight * jnp.asarray(3 / e**0.5, case.dtype), _some_ignored(case, labels)
+
+
+def _of_attention(case: "Case", keys: Iterator[jax.Array]) -> Arrays:
+    """Makes operands by sequences, queries, keys, heads of both, head dimension; every query sees a key."""
+    b, t, s, n, k, h = case.shape
+    arrays = [jax.random.normal(next(keys), shape, case.dtype) for shape in ((b, t, n, h), (b, s, k, h), (b, s, k, h))]
+    made = {
+        "mask": lambda key: jax.random.bernoulli(key, 0.8, (b, 1, t, s)) | (jnp.arange(s) == 0),
+        "bias": lambda key: jax.random.normal(key, (1, n, t, s), case.dtype),
+        "key_value_seq_lengths": lambda key: jax.random.randint(key, (b,), 1, s + 1, jnp.int32),
+        "dropout_rng": lambda key: key,
+        "query_segment_ids": lambda key: jnp.cumsum(jax.random.bernoulli(key, 8 / t, (b, t)), 1, jnp.int32),
+    }
+    return *arrays, *(made[name](next(keys)) for name in case.extras)
+
+
+def _of_pages(case: "Case", keys: Iterator[jax.Array]) -> Arrays:
+    """Makes operands by sequences, heads of queries and keys, pages, positions of a page, head dimension."""
+    b, n, k, entries, size, h = case.shape
+    query = jax.random.normal(next(keys), (b, n, h), case.dtype)
+    pages = [jax.random.normal(next(keys), (k, b * entries, size, h), case.dtype) for _ in range(2)]
+    tables = jax.random.permutation(next(keys), b * entries).reshape(b, entries).astype(jnp.int32)
+    return query, *pages, tables, jax.random.randint(next(keys), (b,), 1, entries * size + 1, jnp.int32)
+
+
+def _smaller(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(min(size, _SHRUNK) for size in shape)
+
+
+def _smaller_heads(at: int) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    """With at most two heads of keys, whose number is at `at` after that of the queries' heads, and two sequences."""
+
+    def smaller(shape: Sequence[int]) -> tuple[int, ...]:
+        heads, key_heads = shape[at - 1], min(shape[at], 2)
+        sizes = [min(shape[0], 2), *_smaller(shape[1:])]
+        sizes[at - 1 : at + 1] = heads // shape[at] * key_heads, key_heads
+        return tuple(sizes)
+
+    return smaller
+
+
+class Operation(NamedTuple):
+    """`call` is given a library, the operands and the case's options; the first `moving` operands have gradients."""
+
+    call: Callable[..., Any]
+    operands: Callable[["Case", Iterator[jax.Array]], Arrays] = _arrays(1)
+    moving: int = 1
+    has_products: bool = False
+    smaller: Callable[[Sequence[int]], tuple[int, ...]] = _smaller
+
+
+def _one_hot_loss(library: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    return -(jax.nn.one_hot(y, x.shape[-1], dtype=x.dtype) * library.log_softmax(x)).sum()
+
+
+def _distillation(library: Any, x: jax.Array, teacher: jax.Array) -> jax.Array:
+    wanted = library.log_softmax(teacher)
+    return (jnp.exp(wanted) * (wanted - library.log_softmax(x))).sum()
+
+
+def _divergence(library: Any, x: jax.Array, wanted: jax.Array) -> jax.Array:
+    return (wanted * (jnp.log(wanted) - library.log_softmax(x))).sum()
+
+
+def _attention_by_hand(library: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    logits = jnp.einsum("bntd,bnsd->bnts", query, key) / math.sqrt(query.shape[-1])
+    return jnp.einsum("bnts,bnsd->bntd", library.softmax(logits), value)
+
+
+def _sinkhorn(library: Any, x: jax.Array) -> jax.Array:
+    for axis in (1, 0) * 5:
+        x = x - library.logsumexp(x, axis=axis, keepdims=True)
+    return x
+
+
+def _named(name: str, **usual: Any) -> Callable[..., Any]:
+    """The function of a library; the last operands are passed by the names in `extras`."""
+
+    def call(library: Any, *operands: jax.Array, extras: Sequence[str] = (), **options: Any) -> Any:
+        count = len(operands) - len(extras)
+        named = dict(zip(extras, operands[count:], strict=True))
+        return getattr(library, name)(*operands[:count], **named, **usual | options)
+
+    return call
+
+
+def _loss(name: str) -> Callable[..., jax.Array]:
+    """In float32, as a mean over rows is."""
+    call = _named(name)
+    return lambda *operands, **options: call(*operands, **options).astype(jnp.float32)
+
+
+_INTEGER = "softmax_cross_entropy_with_integer_labels"
+OPERATIONS = {
+    **{name: Operation(_named(name, axis=-1), _with_where) for name in ("softmax", "log_softmax", "logsumexp")},
+    "cross_entropy": Operation(_named(_INTEGER), _with_each_label),
+    "top_k": Operation(_named("top_k_softmax")),
+    "top_k_softmax": Operation(_named("top_k_softmax")),
+    "softmax_cross_entropy": Operation(_loss("softmax_cross_entropy"), _with_targets),
+    _INTEGER: Operation(_loss(_INTEGER), _with_ignored),
+    "linear_cross_entropy": Operation(_loss("linear_cross_entropy"), _of_head, 2, has_products=True),
+    "flash_attention": Operation(
+        _named("flash_attention"), _of_attention, 3, has_products=True, smaller=_smaller_heads(4)
     ),
-    ("softmax", "fwd", "bf16", [(8192, 50176)], "aligned neighbour of 50257", "vocab ragged"),
-    ("softmax", "fwd", "f16 f32", [(65536, 1000), (65536, 1001)], "odd widths", "ragged"),
-    ("softmax", "fwd", "f16 f32", [(64, 1048576)], "one-million rows", "long"),
-    ("softmax", "fwd", "f16", [(4096, 1048576)], "one-million rows", "long"),
-    ("softmax", "fwd", "f32", [(1, 131072), (16, 131072), (64, 131072)], "few rows", "few_rows hot"),
-    ("softmax", "call", "f32", [(8, 128)], "call overhead", "latency hot"),
-    ("softmax", "bwd", "f16", _SWEPT[2:], "powers of two", "sweep"),
-    ("softmax", "bwd", "bf16", _SWEPT[2:], "powers of two", "sweep extended"),
-    ("softmax", "bwd", "f32", _SWEPT[2:], "powers of two", "sweep"),
-    *(
-        ("softmax", "value_and_vjp", "bf16", [(rows, cols)], "training step", "training")
-        for rows, cols in ((32768, 4096), (4096, 32768), (4096, 131072), (8192, 128256))
+    "paged_attention": Operation(_named("paged_attention"), _of_pages, 0, has_products=True, smaller=_smaller_heads(2)),
+    "one_hot_loss": Operation(_one_hot_loss, _with_labels),
+    "entropy": Operation(lambda library, x: -(library.softmax(x) * library.log_softmax(x)).sum()),
+    "distillation": Operation(_distillation, _arrays(2)),
+    "divergence": Operation(_divergence, _with_targets),
+    "taken_loss": Operation(
+        lambda library, x, y: -jnp.take_along_axis(library.log_softmax(x), y[:, None], -1).sum(), _with_labels
     ),
-    *(
-        (op, "fwd", dtype, shapes, "losses", "losses")
-        for op in ("log_softmax", "logsumexp")
-        for dtype, shapes in (("bf16", [(32768, 4096), (8192, 128256)]), ("f32", [(4096, 131072)]))
-    ),
-    ("log_softmax", "bwd", "bf16", [(8192, 128256)], "losses", "losses"),
-    ("log_softmax", "value_and_vjp", "bf16", [(32768, 4096)], "losses", "losses"),
-    ("cross_entropy", "fwd value_and_grad value_and_grad_mean", "bf16", _LOSSES, "losses over vocabularies",
-     "cross_entropy"),
-    *(
-        ("cross_entropy", pass_, *rest)
-        for pass_ in ("fwd", "value_and_grad")
-        for rest in (
-            ("f16 f32", [(8192, 128256)], "losses over vocabularies", "extended"),
-            ("bf16", [(8192, 128256)], "losses over vocabularies", "extended", "smoothed_capped", "half_ignored"),
-            ("bf16", [(64, 128256)], "few rows", "extended hot"),
-        )
-    ),
-    *(
-        ("top_k", "fwd", "bf16", shapes, "sampling", tags, *TOP_K)
-        for cols, most in ((32000, 8192), (128256, 8192), (262144, 4096))
-        for shapes, tags in (([(1, cols), (64, cols)], "top_k hot"), ([(most, cols)], "top_k"))
-    ),
-)  # fmt: skip
-# Few rows and many of the same length, where the choice without it differs.
-_INVARIANT_ROWS: tuple[tuple[Any, ...], ...] = (
-    ("softmax", "fwd", "bf16", [(1, 128256), (16, 128256), (256, 128256), (4096, 128256), (64, 4096), (65536, 4096)],
-     "batch invariance", "invariance"),
-    *(
-        (op, pass_, "bf16", [(rows, 128256)], "batch invariance", "invariance")
-        for rows in (16, 4096)
-        for op, pass_ in (("logsumexp", "fwd"), ("cross_entropy", "value_and_grad"))
-    ),
-    ("top_k", "fwd", "bf16", [(1, 128256), (256, 128256)], "batch invariance", "invariance", "k8"),
-    ("softmax", "fwd", "bf16", [(4096, 4096)], "batch invariance", "invariance", "axis0"),
-)  # fmt: skip
-# More tags, and the cases of the table above that have them.
-_TAGGED = {
-    "core": {
-        "softmax_fwd_f16": "32768x1024 32768x4096 8192x16384 4096x32768 4096x131072 2048x262144 64x1048576",
-        "softmax_fwd_bf16": "262144x256 16384x8192 4096x65536 8192x50257 8192x128256 8192x50176",
-        "softmax_fwd_f32": "32768x1024 16384x8192 4096x32768 4096x131072 8765x4096 1x131072 16x131072 64x131072",
-        "softmax_call_f32": "8x128",
-        "softmax_bwd_f16": "32768x4096 4096x32768 2048x262144",
-        "softmax_value_and_vjp_bf16": "32768x4096 8192x128256",
-        "log_softmax_fwd_bf16": "32768x4096",
-        "logsumexp_fwd_bf16": "32768x4096",
-    },
-    "smoke": {
-        **{f"softmax_fwd_{dtype}": "32768x1024" for dtype in ("f16", "f32")},
-        "softmax_fwd_bf16": "32768x1024 8192x32000 8192x50257 8192x128256 4096x151936",
-        "softmax_call_f32": "8x128",
-        "softmax_bwd_f32": "32768x4096",
-        "softmax_value_and_vjp_bf16": "32768x4096",
-        **{f"{op}_fwd_bf16": "32768x4096" for op in ("log_softmax", "logsumexp")},
-        **{f"cross_entropy_{pass_}_bf16": "8192x32000" for pass_ in ("fwd", "value_and_grad", "value_and_grad_mean")},
-        "top_k_fwd_bf16": "64x32000_k8",
-    },
-    "ladder": dict.fromkeys(
-        ("softmax_fwd_f16", "softmax_fwd_f32", "softmax_bwd_f16"),
-        "32768x1024 32768x4096 8192x16384 4096x32768 4096x131072 2048x262144",
-    ),
+    "attention_by_hand": Operation(_attention_by_hand, _arrays(3), 3, has_products=True),
+    "sinkhorn": Operation(_sinkhorn),
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class RowCase:
-    """An operation on `[rows, cols]`, along the columns.
+class Case:
+    """A row of `OPERATIONS` with a shape and options.
 
-    `pass_` is "fwd", "bwd" (residual and cotangent to gradient), "value_and_vjp" (both, in one jitted function), "call"
-    (what one small call costs), or for a loss "value_and_grad" (of the sum of losses weighted by 1 / rows) or
-    "value_and_grad_mean" (of their mean). `variant` is a key of `OPTIONS`.
+    `pass_` is "fwd", "bwd" (residual and cotangent to gradient), "value_and_vjp" (of a random cotangent), "call" (what
+    one small call costs), or of the mean of the results "value_and_grad" and "value_and_grad_mean"; they differ for
+    rows, of which the first has the losses weighted by 1 / rows. Cases of rows have a `source`, and are judged row by
+    row in float64; their shape is rows and columns, and they go along the columns.
     """
 
     op: str
     pass_: str
-    rows: int
-    cols: int
     dtype: str
-    source: str
+    shape: tuple[int, ...]
     tags: frozenset[str]
-    variant: str = ""
+    given: tuple[tuple[str, Any], ...] = ()  # options by name
+    extras: tuple[str, ...] = ()  # operands that are passed by name
+    source: str = ""
+
+    @property
+    def key(self) -> "Case":
+        """The computation: it has a truth of its own."""
+        return self
 
     @property
     def name(self) -> str:
-        end = f"_{self.variant}" if self.variant else ""
-        return f"{self.op}_{self.pass_}_{SHORT_DTYPES[self.dtype]}_{self.rows}x{self.cols}{end}"
+        ends = [f"{name}{value}" for name, value in self.given]
+        if self.source:
+            ends = [variant for variant, given in VARIANTS.items() if given == self.given and variant]
+        shape = "x".join(map(str, self.shape))
+        return "_".join((self.op, self.pass_, SHORT_DTYPES[self.dtype], shape, *ends, *self.extras))
+
+    @property
+    def operation(self) -> Operation:
+        return OPERATIONS[self.op]
 
     @property
     def options(self) -> dict[str, Any]:
-        return OPTIONS[self.variant]
+        return dict(self.given)
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def cols(self) -> int:
+        return self.shape[1]
+
+    def call(self, library: Any, **more: Any) -> Callable[..., Any]:
+        extras = {"extras": self.extras} if self.extras else {}
+        return functools.partial(self.operation.call, library, **extras, **self.options, **more)
+
+    def split(self, name: str, *operands: jax.Array) -> tuple[Callable[..., Any], Arrays, jax.Array]:
+        """A function of the operands that have gradients, by a library, those operands, and its cotangent."""
+        call, count = self.call(LIBRARIES[name]), self.operation.moving
+        moved, rest = operands[:count], operands[count:]
+        if self.has_cotangent:
+            return lambda *moved: call(*moved, *rest[:-1]), moved, rest[-1]
+        if self.source and self.pass_ == "value_and_grad" and name.startswith("ours"):
+            weighted = self.call(LIBRARIES[name], weights=1 / self.rows)
+            return lambda *moved: weighted(*moved, *rest).sum(), moved, jnp.ones(())
+        return lambda *moved: call(*moved, *rest).mean(), moved, jnp.ones(())
+
+    @property
+    def has_cotangent(self) -> bool:
+        return self.pass_ in ("bwd", "value_and_vjp")
+
+    def make(self, key: jax.Array) -> Arrays:
+        """Random operands, with a cotangent for the passes that take one."""
+        keys = iter(jax.random.split(key, 8))
+        arrays = self.operation.operands(self, keys)
+        if not self.has_cotangent:
+            return arrays
+        out = jax.eval_shape(self.call(STOCK), *arrays)
+        return (*arrays, jax.random.normal(next(keys), out.shape, out.dtype))
+
+    def operands(self, count: int, seed: int, make: Callable[[jax.Array], Arrays] | None = None) -> list[Arrays]:
+        """`count` sets of operands, by `self.make` or that compiled."""
+        keys = (jax.random.fold_in(jax.random.key(seed), i) for i in range(count))
+        return [*map(make or jax.jit(self.make), keys)]
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """Returns the operations to compute, as one would ask kernels for them, in order."""
+        """Returns the operations on rows to compute, as one would ask kernels for them, in order."""
         forward = Op.STATS if self.op in ("logsumexp", "top_k") else Op(self.op)
         backward = {"softmax": Op.SOFTMAX_TANGENT, "log_softmax": Op.LOG_SOFTMAX_COTANGENT}.get(self.op)
         ops = {"fwd": (forward,), "call": (forward,), "bwd": (backward,), "value_and_vjp": (forward, backward)}
         chosen = ops.get(self.pass_, (Op.CROSS_ENTROPY_GRADIENT,))
         return tuple(Problem(op, self.rows, self.cols, jnp.dtype(self.dtype)) for op in chosen)
 
-    @property
+    @functools.cached_property
     def operand_bytes(self) -> int:
-        return self.rows * self.cols * jnp.dtype(self.dtype).itemsize
+        """The bytes of a set of operands; for rows, of the logits alone."""
+        if self.source:
+            return self.rows * self.cols * jnp.dtype(self.dtype).itemsize
+        return _bytes(jax.eval_shape(lambda: self.operands(1, 0)))
 
-    @property
+    @functools.cached_property
     def least_bytes(self) -> int:
-        """The traffic no implementation can go below: every operand read once, every result written once."""
-        unread = self.operand_bytes // 2 if self.variant == "half_ignored" else 0
-        return sum(problem.least_bytes for problem in self.problems) - unread
+        """The floor: every operand read once, and every result written once; a mean counts nothing.
+
+        The floor of rows is the sum over the kernels' problems.
+        """
+        if self.source:
+            unread = self.operand_bytes // 2 if "ignore_index" in self.options else 0
+            return sum(problem.least_bytes for problem in self.problems) - unread
+        specs = jax.eval_shape(lambda: self.operands(1, 0))[0]
+        arrays = specs[: len(specs) - self.has_cotangent]
+        results = () if self.pass_ == "value_and_grad" else jax.eval_shape(self.call(STOCK), *arrays)
+        gradients = () if self.pass_ == "fwd" else specs[: self.operation.moving]
+        return self.operand_bytes + _bytes((results, gradients))
 
     @property
     def copied_bytes(self) -> int:
@@ -189,64 +320,44 @@ class RowCase:
         return 2 * self.operand_bytes if self.op == "cross_entropy" else self.least_bytes
 
     @property
-    def flops(self) -> int:
-        """Arithmetic of the algorithm, with an exponential counted as one operation."""
-        forward = {"softmax": 5, "log_softmax": 5}.get(self.op, 4) if self.pass_ != "bwd" else 0
-        backward = {"softmax": 4, "log_softmax": 6, "cross_entropy": 2}
-        return self.rows * self.cols * (forward + (0 if self.pass_ in ("fwd", "call") else backward[self.op]))
-
-    @property
     def buffers(self) -> int:
         """How many sets of operands rotate: as many as L2 cannot hold, unless the case is meant to run out of L2."""
-        return 1 if "hot" in self.tags else max(1, -(-ROTATED_BYTES // self.operand_bytes))
+        count = 1 if "hot" in self.tags else max(1, -(-ROTATED_BYTES // self.operand_bytes))
+        return count if self.source else min(_BUFFERS, count)
 
-    def shrunk(self) -> tuple["RowCase", dict[str, Any]]:
-        """The case with as many rows as a CPU has time for, and what a result file says of that."""
-        small = dataclasses.replace(self, rows=max(1, min(self.rows, _CPU_ELEMENTS // self.cols)))
-        return small, {"rows_measured": small.rows}
+    def shrunk(self) -> tuple["Case", dict[str, Any]]:
+        """The case as a CPU has time for it, and what a result file says of that."""
+        if self.source:
+            small = dataclasses.replace(self, shape=(max(1, min(self.rows, _CPU_ELEMENTS // self.cols)), self.cols))
+            return small, {"rows_measured": small.rows}
+        # `jax.nn`'s attention has no float16 on a CPU.
+        dtype = "bfloat16" if self.operation.has_products and self.dtype == "float16" else self.dtype
+        small = dataclasses.replace(self, shape=self.operation.smaller(self.shape), dtype=dtype)
+        return small, {"measured": small.shape}
 
     def sizes(self) -> dict[str, Any]:
-        return {"least_bytes": self.least_bytes, "operand_bytes": self.operand_bytes, "flops": self.flops}
+        return {"least_bytes": self.least_bytes, "operand_bytes": self.operand_bytes}
 
     def describe(self) -> dict[str, Any]:
-        facts = {name: getattr(self, name) for name in ("name", "op", "rows", "cols", "dtype", "source", "options")}
-        return facts | {"pass": self.pass_, "tags": sorted(self.tags)}
+        facts = {name: getattr(self, name) for name in ("name", "op", "dtype", "shape", "options")}
+        facts |= {"pass": self.pass_, "tags": sorted(self.tags)}
+        return facts | ({name: getattr(self, name) for name in ("rows", "cols", "source")} if self.source else {})
 
     def told(self) -> dict[str, Any]:
-        sizes = {"least_bytes": self.least_bytes, "copied_bytes": self.copied_bytes}
-        return self.describe() | sizes | {"buffers": self.buffers}
+        return self.describe() | self.sizes() | {"copied_bytes": self.copied_bytes, "buffers": self.buffers}
 
-    def operands(self, count: int, seed: int) -> list[tuple[Any, ...]]:
-        """`count` sets of standard-normal logits, and labels, or for a gradient its cotangent."""
-        has_labels = self.op == "cross_entropy"
-        arrays = 1 if self.pass_ in ("fwd", "call") and not has_labels else 2
-        keys = jax.random.split(jax.random.key(seed), (count, arrays))
-        normal = lambda key: jax.random.normal(key, (self.rows, self.cols), self.dtype)
-        return [(normal(first), *map(self.labels if has_labels else normal, rest)) for first, *rest in keys]
-
-    def labels(self, key: jax.Array) -> jax.Array:
-        """Random ones, the first and the last column among them; with an `ignore_index`, half of the rows have that."""
-        y = jax.random.randint(key, (self.rows,), 0, self.cols, jnp.int32).at[0].set(0).at[-1].set(self.cols - 1)
-        if "ignore_index" not in self.options:
-            return y
-        is_ignored = jax.random.permutation(key, self.rows) < self.rows // 2
-        return jnp.where(is_ignored, self.options["ignore_index"], y)
+    def speeds(self, times: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+        """The facts of an implementation from the times of its programs, beside the copy of the record."""
+        taken = times[self.pass_]
+        if self.pass_ == "call":
+            return taken | {"us_per_iteration": round(times["loop"]["us"] / ITERATIONS, 4)}
+        speed = record["least_bytes"] / taken["us"] / 1e6
+        share = {"fraction_of_copy": round(speed / copy["tb_per_s"], 4)} if (copy := record["copy"]) else {}
+        return taken | {"tb_per_s": round(speed, 4)} | share
 
 
-def _cases(table: Iterable[tuple[Any, ...]]) -> Iterator[RowCase]:
-    for op, passes, dtypes, shapes, source, words, *variants in table:
-        tags = {*words.split()}
-        tags |= set() if tags & _OWN_RUNS else {"standard"}
-        chosen = itertools.product(passes.split(), dtypes.split(), shapes, variants or [""])
-        for pass_, dtype, (rows, cols), variant in chosen:
-            yield RowCase(op, pass_, rows, cols, LONG_DTYPES[dtype], source, frozenset(tags), variant)
-
-
-def _declared() -> Iterator[RowCase]:
-    for case in _cases(_ROWS):
-        start, _, shape = case.name.partition(f"_{case.rows}x")
-        tags = {tag for tag, of_tag in _TAGGED.items() if f"{case.rows}x{shape}" in of_tag.get(start, "").split()}
-        yield dataclasses.replace(case, tags=case.tags | tags)
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _merged(cases: Iterable[Any]) -> dict[str, Any]:
@@ -295,6 +406,3 @@ class Table:
             and (not patterns or any(re.search(pattern, case.name) for pattern in patterns))
         ]
         return (*named, *chosen)
-
-
-TABLE = Table(_declared, {"invariance": lambda *_: _cases(_INVARIANT_ROWS)})

@@ -6,7 +6,8 @@ A table stands between `<!-- table:NAME -->` and `<!-- /table -->`; everything b
 
 import argparse
 import functools
-import math
+import itertools
+import operator
 import pathlib
 import re
 import statistics
@@ -14,12 +15,28 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import call_report, cases, report, scaling
+import numpy as np
+
+from benchmarks import attention_cases, cases, pictures, promises, report, tables
 from benchmarks import results as measured
-from benchmarks.report import markdown, number
-from benchmarks.results import KERNEL, NOT_MEASURED, ROOT, Record, Results
+from benchmarks.report import (
+    CARD,
+    LIBRARIES,
+    WHEN,
+    Column,
+    fact,
+    faster,
+    floored,
+    markdown,
+    named,
+    number,
+    table,
+    times,
+)
+from benchmarks.results import KERNEL, NOT_MEASURED, ROOT, Record, Results, Run
 from pallas_kernels.softmax.dispatch import KERNELS
 
+Table = Callable[[Results], str]
 PICTURES = ROOT / "docs" / "pictures"
 PEERS = {
     **{"xla": "XLA", "xla_f32": "XLA, float32", "torch_compile": "torch.compile", "torch": "torch"},
@@ -27,103 +44,7 @@ PEERS = {
 }
 _PASS_WORDS = {"fwd": "", "bwd": " backward", "value_and_vjp": " value and vjp", "call": " call"}
 _PASS_WORDS |= {"value_and_grad": " value and gradient", "value_and_grad_mean": " value and gradient of `.mean()`"}
-_TORCH = " Torch's side runs in a process of its own and is compared by shares of its own copy."
 _MARKER = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
-
-
-class Target(NamedTuple):
-    """Promises for rows that the worst `metric` over the selected cases is at least `must`, hopefully `goal`.
-
-    A wrong case counts 0. With `at_most`, the metric is a cost: the worst is the largest, and a wrong one counts
-    infinity. `metric` is a function of the entry of ours, the record and all results.
-    """
-
-    label: str
-    metric: Callable[[Any, Any, Any], float | None]
-    must: float | None
-    goal: float | None
-    tags: tuple[str, ...] = ()
-    passes: tuple[str, ...] = ("fwd",)
-    dtypes: tuple[str, ...] = ()
-    cols: Callable[[int], bool] = lambda cols: True
-    op: str = "softmax"
-    at_most: bool = False
-
-    def select(self) -> list[cases.RowCase]:
-        chosen = cases.TABLE.select(op=[self.op], pass_=self.passes, dtype=self.dtypes, tags=self.tags)
-        return [case for case in chosen if self.cols(case.cols)]
-
-    def measured(self, results: Results) -> tuple[float, Record, int] | None:
-        """The worst value, the record that has it, and how many cases were measured."""
-        records = [record for case in self.select() if (record := results.case(case.name)) is not None]
-        pairs = [(value, r["case"]["name"], r) for r in records if (value := self._value(r, results)) is not None]
-        if not pairs:
-            return None
-        value, _, record = (max if self.at_most else min)(pairs, key=lambda pair: pair[:2])
-        return value, record, len(pairs)
-
-    def _value(self, record: Record, results: Results) -> float | None:
-        ours = record["impls"]["ours"]
-        if ours["status"] != "ok":
-            return math.inf if self.at_most else 0.0
-        try:
-            return self.metric(ours, record, results)
-        except (KeyError, TypeError):  # this run or the other one did not measure it
-            return None
-
-    def word(self, value: float) -> str:
-        return report.word(value, self.must, self.goal, self.at_most)
-
-
-def _times(peer: str) -> Callable[[Any, Any, Any], float | None]:
-    return lambda ours, record, results: measured.ratio(record, peer)
-
-
-_COPY = lambda ours, *_: ours["fraction_of_copy"]
-_SPEED = lambda ours, *_: ours["tb_per_s"]
-_LOOP = lambda ours, record, _: record["impls"]["xla"]["us_per_iteration"] / ours["us_per_iteration"]
-_NEIGHBOUR = lambda ours, _, results: ours["tb_per_s"] / _SPEED(results.case(_ALIGNED)["impls"]["ours"])
-_ALIGNED = "softmax_fwd_bf16_8192x50176"
-_FLOOR = lambda ours, record, _: (1.3 * record["least_bytes"] / 4.3e6 + 4) / ours["us"]
-_MEMORY = lambda ours, record, _: 1 - ours["temp_bytes"] / record["least_bytes"]
-_RESIDUAL = lambda ours, record, _: record["least_bytes"] / 5 / ours["residual_bytes"]
-_UNITS = lambda _, record, __: measured.units(record, "ours")
-_EXTRA = lambda _, record, __: measured.extra_memory(record, "ours")
-_MAIN = ("sweep", "htile", "msra")
-_TRAINING = ("training",)
-_LOSS = functools.partial(Target, tags=("cross_entropy",), op="cross_entropy")
-_GRADIENT = functools.partial(_LOSS, passes=("value_and_grad",))
-TARGETS = (
-    Target("forward, N = 1024 ... 262144: share of the copy", _COPY, 0.95, 0.98, _MAIN,
-           cols=lambda n: n >= 1024),
-    Target("the same: against XLA", _times("xla"), None, 1.0, _MAIN, cols=lambda n: n >= 1024),
-    Target("the same: against quack", _times("quack"), None, 1.0, _MAIN, cols=lambda n: n >= 1024),
-    Target("N = 256, 512: against XLA", _times("xla"), 1.0, None, _MAIN, cols=lambda n: n < 1024),
-    Target("N = 256, 512: share of the copy", _COPY, None, 0.95, _MAIN, cols=lambda n: n < 1024),
-    Target("rows of a million: share of the copy", _COPY, 0.80, None, ("long",)),
-    Target("vocabularies, 16 bits: against XLA", _times("xla"), 2.3, 2.6, ("vocab",), dtypes=("float16", "bfloat16")),
-    Target("50257 against 50176", _NEIGHBOUR, None, 0.95, ("vocab",), dtypes=("bfloat16",),
-           cols=lambda n: n == 50257),
-    Target("1, 16, 64 rows x 131072: against XLA", _times("xla"), 1.3, None, ("few_rows",)),
-    Target("1, 16, 64 rows x 131072: (1.3 x floor + 4 us) / time", _FLOOR, None, 1.0, ("few_rows",)),
-    Target("backward, N = 1024 ... 262144: against XLA", _times("xla"), 1.45, None, _MAIN, ("bwd",)),
-    Target("backward: TB/s", _SPEED, None, 4.2, _MAIN, ("bwd",)),
-    Target("value and vjp: against XLA", _times("xla"), 1.3, None, _TRAINING, ("value_and_vjp",)),
-    Target("value and vjp: output over all that is kept", _RESIDUAL, 1.0, None, _TRAINING, ("value_and_vjp",)),
-    Target("(8, 128) call: wall time against XLA", _times("xla"), 1 / 1.1, 1.0, ("latency",), ("call",)),
-    Target("(8, 128) in a loop: against XLA", _LOOP, 1 / 1.1, 1.0, ("latency",), ("call",)),
-    Target("no memory beyond the output, but for rows of a million", _MEMORY, 1.0, None, ("standard",), ("fwd", "bwd"),
-           cols=lambda n: n < 2**20),
-    _LOSS("cross entropy: passes over the logits, at most", _UNITS, 1.15, 0.97, at_most=True),
-    _GRADIENT("cross entropy, value and gradient: passes, at most", _UNITS, 2.6, 2.15, at_most=True),
-    # Promised from an XLA that took 8.3 to 9.3 passes. By its traffic that was the formula in float32, though it is not
-    # recorded: compiled, that one moves 8 times the logits' size, and optax's 4.
-    _GRADIENT("the same: against XLA, optax's formula", _times("xla"), 3.0, None),
-    _GRADIENT("the same: against XLA, optax's formula of logits cast to float32", _times("xla_f32"), 3.0, None),
-    _GRADIENT("the same: memory beyond the gradient, share of the logits, at most", _EXTRA, 0.01, None,
-              at_most=True),
-    Target("top-k softmax: against XLA", _times("xla"), 3.0, 5.0, ("top_k",), op="top_k"),
-)  # fmt: skip
 
 
 def documents() -> list[pathlib.Path]:
@@ -135,34 +56,11 @@ def rewrite(text: str, results: Results) -> str:
     return _MARKER.sub(lambda found: found[1] + TABLES[found[2]](results) + "\n" + found[3], text)
 
 
-def _caption(records: Iterable[Record], shown: Iterable[str] = ()) -> str:
-    """With what the records shown were measured, and how peers that are `shown` were."""
-    where = report.setting(records)
-    return f"{where}; medians of interleaved runs." + (_TORCH if set(shown) & set(measured.ROW_LIBRARIES) else "")
-
-
-def promises(results: Results) -> str:
-    rows, shown = [], []
-    for target in TARGETS:
-        cells = ["-"] * 5
-        if found := target.measured(results):
-            worst, record, count = found
-            shown.append(record)
-            # With as many digits as it takes not to look better than it is beside what was promised.
-            texts = (format(worst, f".{digits}f") for digits in range(3, 8))
-            word = target.word(worst)
-            text = next((text for text in texts if target.word(float(text)) == word), str(worst))
-            cells = [text, word, f"`{record['case']['name']}`", str(count), record["run"]["when"]]
-        rows.append([target.label, number(target.must, ".3g"), number(target.goal, ".3g"), *cells])
-    heads = ["promise", "must", "goal", "worst", "", "at", "cases", "measured"]
-    return f"{markdown(heads, rows)}\n\n{_caption(shown, measured.ROW_LIBRARIES)}" if shown else NOT_MEASURED
-
-
-def ladder(pass_: str, dtype: str) -> Callable[[Results], str]:
+def ladder(pass_: str, dtype: str) -> Table:
     """Kernels against row length: the traffic each needs, and the time it took."""
 
     def make(results: Results) -> str:
-        widths = sorted(cases.TABLE.select(pass_=[pass_], dtype=[dtype], tags=["ladder"]), key=lambda case: case.cols)
+        widths = sorted(tables.ROWS.select(pass_=[pass_], dtype=[dtype], tags=["ladder"]), key=lambda case: case.cols)
         found = [(case, record) for case in widths if (record := results.kernels(case.name)) is not None]
         if not found:
             return NOT_MEASURED
@@ -175,17 +73,16 @@ def ladder(pass_: str, dtype: str) -> Callable[[Results], str]:
                 label = "XLA" if name == "xla" else name.removeprefix(KERNEL)
                 rows.append([label, _traffic(found, name), *map(_time_and_speed, entries)])
         rows.append(["copy, same bytes", "", *(_time_and_speed(record["copy"]) for record in records)])
-        when: dict[str, list[str]] = {}
-        for case, record in found:
-            when.setdefault(record["run"]["when"], []).append(f"N = {case.cols}")
-        days = "; ".join(f"{day}: {', '.join(names)}" for day, names in when.items())
-        table = markdown(["kernel", "traffic", *(f"N = {case.cols}" for case, _ in found)], rows)
-        return f"{table}\n\nMicroseconds (TB/s of the least traffic). {_caption(records)} {days}."
+        lengths = [f"N = {case.cols}" for case, _ in found]
+        days = {day: [n for n, r in zip(lengths, records, strict=True) if WHEN(r) == day] for day in map(WHEN, records)}
+        when = "; ".join(f"{day}: {', '.join(names)}" for day, names in days.items())
+        made = markdown(["kernel", "traffic", *lengths], rows)
+        return f"{made}\n\nMicroseconds (TB/s of the least traffic). {report.caption(records)} {when}."
 
     return make
 
 
-def _traffic(found: Iterable[tuple[cases.RowCase, Record]], name: str) -> str:
+def _traffic(found: Iterable[tuple[cases.Case, Record]], name: str) -> str:
     """Bytes that the kernel says it moves, in units of the operand's size."""
     pairs = [(case, record["impls"].get(name, {}).get("bytes_moved")) for case, record in found]
     units = [round(moved / case.operand_bytes, 1) for case, moved in pairs if moved]
@@ -210,8 +107,6 @@ LINES = {
     "cross entropy with gradient, by `.mean()`": ("cross_entropy", "value_and_grad_mean", 0),
     "`top_k_softmax`": ("top_k", "fwd", 0),
 }
-
-
 HEADLINE = {
     *((label, "H200") for label in ("`softmax`", "cross entropy with gradient", "`top_k_softmax`")),
     *((label, "H200") for label in ("`flash_attention`", "gradient of `flash_attention`")),
@@ -240,38 +135,43 @@ class Line(NamedTuple):
 
 def measured_lines(results: Results) -> list[Line]:
     """Collects the measurements of each operation, on each card."""
+    ratio = lambda peer: functools.partial(measured.ratio, peer=peer)
+    libraries = lambda r: _least(measured.ratio(r, peer) for peer in measured.ROW_LIBRARIES)
+    nothing = lambda record: None
+
+    def of(label: str, records: Iterable[Record], *columns: Callable[[Record], float | None]) -> list[Line]:
+        each = lambda found: (list(map(column, found)) for column in columns)
+        return [Line(label, card.upper(), found, *each(found)) for card, found in report.by_card(records).items()]
+
+    def of_product(record: Record) -> float | None:
+        rate = record["impls"]["ours"].get("tflop_per_s")
+        return rate / record["matmul"]["tflop_per_s"] if rate else None
+
     lines: list[Line] = []
     for label, (op, *_) in LINES.items():
         records = [record for record in results.records() if line_of(record["case"]) == label]
-        shares = [None if op == "top_k" else r["impls"]["ours"].get("fraction_of_copy") for r in records]
-        peers = [[measured.ratio(record, peer) for peer in measured.ROW_LIBRARIES] for record in records]
-        others = [min(filter(None, ratios), default=None) for ratios in peers]
-        xla = [measured.ratio(record, "xla") for record in records]
-        lines.append(Line(label, measured.CARD.upper(), records, shares, xla, others))
-    newest = {run.card: run for run in reversed(measured.attention_runs(results.folder))}  # of JAX, on each card
-    for run in reversed(newest.values()):
+        share = nothing if op == "top_k" else lambda r: r["impls"]["ours"].get("fraction_of_copy")
+        lines += of(label, records, share, ratio("xla"), libraries)
+    for run in _newest_jax(results):
         for label, pass_ in (("`flash_attention`", "fwd"), ("gradient of `flash_attention`", "bwd")):
             records = [record for record in run.records.values() if record["case"]["pass"] == pass_]
-            rates = [(r["impls"]["ours"].get("tflop_per_s"), r["matmul"]["tflop_per_s"]) for r in records]
-            shares = [ours / product if ours else None for ours, product in rates]
-            ratios = [measured.against_best(record)["ratio"] for record in records]
-            none = [None] * len(records)
-            lines.append(Line(label, run.card.upper(), records, shares, none, ratios))
-    few = report.few_queries(results)
-    for card in dict.fromkeys(label.split()[0] for label in few):
-        records = [record for label, record in few.items() if label.split()[0] == card]
-        one = [report.share_of_read(record) if record["case"]["queries"] == 1 else None for record in records]
-        ratios = [measured.ratio(record, "cudnn") for record in records]
-        none = [None] * len(records)
-        lines.append(Line("1 to 512 queries of many keys", card.upper(), records, one, none, ratios))
-    for card, records in report.linear_records(results).items():
-        of_products = [r["impls"]["ours"].get("x_products") for r in records]
-        ratios = {peer: [report.linear_ratio(record, peer) for record in records] for peer in report.LINEAR_PEERS}
-        optax = ratios.pop("optax")
-        others = [min(filter(None, of_case), default=None) for of_case in zip(*ratios.values(), strict=True)]
-        shares = [1 / x if x else None for x in of_products]
-        lines.append(Line("`linear_cross_entropy`", card.upper(), records, shares, optax, others))
-    return [line for line in lines if line.records]
+            lines += of(label, records, of_product, nothing, lambda r: measured.against_best(r)["ratio"])
+    one = lambda r: share_of_read(r) if r["case"]["queries"] == 1 else None
+    lines += of("1 to 512 queries of many keys", few_queries(results), one, nothing, ratio("cudnn"))
+    share = lambda r: 1 / x if (x := r["impls"]["ours"].get("x_products")) else None
+    others = lambda r: _least(linear_ratio(r, peer) for peer in LINEAR_PEERS if peer != "optax")
+    optax = functools.partial(linear_ratio, peer="optax")
+    return lines + of("`linear_cross_entropy`", linear_records(results), share, optax, others)
+
+
+def _newest_jax(results: Results) -> list[Run]:
+    """The run of attention with the newest JAX on each card."""
+    newest = {run.card: run for run in reversed(measured.attention_runs(results.folder))}
+    return [*reversed(newest.values())]
+
+
+def _least(ratios: Iterable[float | None]) -> float | None:
+    return min(filter(None, ratios), default=None)
 
 
 def headline(results: Results) -> str:
@@ -286,9 +186,8 @@ def summary(results: Results) -> str:
     lines = measured_lines(results)
     rows = []
     for line in lines:
-        names = [record["case"]["name"] for record in line.records]
-        best = [min(filter(None, ratios), default=None) for ratios in zip(line.xla, line.others, strict=True)]
-        worst = min(_known(best, names), default=None)
+        best = zip(map(_least, zip(line.xla, line.others, strict=True)), line.records, strict=True)
+        worst = min(((ratio, r["case"]["name"]) for ratio, r in best if ratio is not None), default=None)
         slowest = f"{worst[0]:.2f} `{worst[1]}`" if worst else "-"
         rows.append([line.label, line.card, _count(line.records), *map(_spread, line[3:]), slowest])
     where = report.setting([record for line in lines if line.label in LINES for record in line.records])
@@ -297,14 +196,10 @@ def summary(results: Results) -> str:
         "the time of a copy of the same bytes; for attention, of as large a product of square matrices; for one query, "
         "of a read; for `linear_cross_entropy`, of as many products of the same shapes. XLA runs `jax.nn` or optax. "
         "Other libraries: torch, torch.compile, Liger, quack, tokamax; for attention cuDNN, which gets documents as a "
-        "dense mask." + report.linear_memory(results)
+        "dense mask." + linear_memory(results)
     )
     heads = ["operation", "on", "cases", "of the floor", "x XLA", "x best other", "least x XLA or other"]
     return markdown(heads, rows) + (text if rows else "")
-
-
-def _known(values: Iterable[float | None], names: Iterable[str]) -> list[tuple[float, str]]:
-    return [(value, name) for value, name in zip(values, names, strict=True) if value is not None]
 
 
 def _count(records: Sequence[Record]) -> str:
@@ -322,28 +217,26 @@ def _spread(values: Iterable[float | None]) -> str:
     return f"{statistics.median(known):.2f} ({known[0]:.2f} ... {known[-1]:.2f})" if known else "-"
 
 
-def of_ops(
-    ops: Iterable[str], facts: Mapping[str, Callable[[Record], str]], errors_of: tuple[str, ...] = ()
-) -> Callable[[Results], str]:
+def of_ops(ops: Iterable[str], facts: Mapping[str, Callable[[Record], str]], errors_of: tuple[str, ...] = ()) -> Table:
     """Every measured case of some operations: ours beside its peers, some of which have their errors shown.
 
     `facts` are the columns between the time and the peers.
     """
 
     def make(results: Results) -> str:
-        order = {case.name: i for i, case in enumerate(cases.TABLE.cases)}
         records = [record for record in results.records() if record["case"]["op"] in ops]
-        if not records:
-            return NOT_MEASURED
+        records.sort(key=report.in_order(tables.ROWS.cases))
         peers = [peer for peer in PEERS if any(peer in record["impls"] for record in records)]
-        columns: dict[str, Callable[[Record], str]] = {"case": lambda r: title(r["case"]), "us": _time, **facts}
-        columns |= {f"x {PEERS[peer]}": functools.partial(_against, peer) for peer in peers}
-        columns["error, ulp"] = lambda r: number(r["impls"]["ours"].get("max_error_ulp"), ".1f")
+        columns: dict[str, Callable[[Record], str]] = {
+            "case": lambda r: title(r["case"]),
+            "us": times("ours")["ours, us"],
+            **facts,
+        }
+        columns |= {f"x {PEERS[peer]}": functools.partial(_against, measured.ratio, peer) for peer in peers}
+        columns["error, ulp"] = fact("ours", "max_error_ulp", ".1f")
         columns |= {f"of {PEERS[peer]}": functools.partial(_error, peer) for peer in peers if peer in errors_of}
-        columns["measured"] = lambda r: r["run"]["when"]
-        records.sort(key=lambda r: order.get(r["case"]["name"], len(order)))
-        rows = [[cell(record) for cell in columns.values()] for record in records]
-        return f"{markdown(list(columns), rows)}\n\n{_caption(records, peers)}"
+        columns["measured"] = WHEN
+        return table(records, columns, report.caption(records, peers))
 
     return make
 
@@ -354,17 +247,13 @@ def title(case: Mapping[str, Any]) -> str:
     return f"{case['op']}{words} {cases.SHORT_DTYPES[case['dtype']]} {case['rows']} x {case['cols']}{options}"
 
 
-def _time(record: Record) -> str:
-    ours = record["impls"]["ours"]
-    return number(ours.get("us"), ".1f") if ours["status"] == "ok" else ours["status"]
-
-
-def _against(peer: str, record: Record) -> str:
-    ratio = measured.ratio(record, peer)
-    if ratio is not None:
-        return format(ratio, ".2f")
-    status = record["impls"].get(peer, {}).get("status", "ok")
-    return "refuses" if status == "declined" else "-" if status == "ok" else status
+def _against(ratio: Callable[[Record, str], float | None], peer: str, record: Record) -> str:
+    """How many times faster ours is, or why that is not known."""
+    entry, value = record["impls"].get(peer, {"status": "ok"}), ratio(record, peer)
+    if value is not None:
+        return format(value, ".2f")
+    why = "out of memory" if "RESOURCE_EXHAUSTED" in entry.get("reason", "") else entry["status"]
+    return {"declined": "refuses", "ok": "-"}.get(why, why)
 
 
 def _error(peer: str, record: Record) -> str:
@@ -372,21 +261,262 @@ def _error(peer: str, record: Record) -> str:
     return number(value, ".0f" if value and value >= 100 else ".1f")
 
 
+def attention_runs(results: Results) -> str:
+    def products(run: Run) -> str:
+        rates = [record["matmul"]["tflop_per_s"] for record in run.records.values()]
+        return f"{min(rates):.0f} to {max(rates):.0f}"
+
+    linker = lambda record: pathlib.Path(record["nvjitlink"]).name if record.get("nvjitlink") else "none"
+    columns: dict[str, Column] = {
+        "run": operator.attrgetter("label"),
+        "card": lambda run: run.header["device"]["name"],
+        "driver": lambda run: run.header["device"].get("driver_version", "-"),
+        "cuDNN": lambda run: run.header["versions"].get("cudnn", "-"),
+        "nvJitLink": lambda run: " and ".join(dict.fromkeys(map(linker, run.records.values()))),
+        "matmul 8192³, TFLOP/s": products,
+        "day": operator.attrgetter("day"),
+        "commit": operator.attrgetter("commit"),
+        "left out": lambda run: ", ".join(run.header.get("left_out", ())) or "none",
+    }
+    return table(measured.attention_runs(results.folder), columns)
+
+
+def attention_cells(pass_: str) -> Table:
+    """Every cell of a pass: ours, cuDNN and the ratio in each run, and the two versions of JAX beside each other."""
+    direct = {"direct, us": lambda r: fact("ours", "direct_us", ".1f")(r) if r else "-"}
+    columns = times("ours") | (direct if pass_ == "bwd" else {}) | times("cudnn") | {"x cuDNN": faster("cudnn")}
+
+    def make(results: Results) -> str:
+        runs = measured.attention_runs(results.folder)
+        order = {case.name: i for i, case in enumerate(attention_cases.TABLE.cases)}
+        names = dict.fromkeys(n for run in runs for n, r in run.records.items() if r["case"]["pass"] == pass_)
+        shown = [(run, head) for run in runs for head in columns if not run.repeat or head == "x cuDNN"]
+        rows = []
+        for name in sorted(names, key=lambda name: order.get(name, len(order))):
+            case = next(run.records[name]["case"] for run in runs if name in run.records)
+            cells = [columns[head](run.records.get(name)) for run, head in shown]
+            ratios = [promises.speed(new.records.get(name), old.records.get(name)) for new, old in promises.pairs(runs)]
+            rows.append([report.cell_of(case), *cells, *map(floored, ratios)])
+        heads = [f"{run.label}: {head}" for run, head in shown]
+        return markdown(["cell", *heads, *(f"{new.label} over {old.label}" for new, old in promises.pairs(runs))], rows)
+
+    return make
+
+
+def attention(results: Results) -> str:
+    """Every cell, both passes: the time of ours and the ratio to cuDNN's, with the newest JAX on each card."""
+    runs, rows = _newest_jax(results), []
+    for case in attention_cases.TABLE.select(tags=[promises.CELLS], pass_=["fwd"]):
+        names = [case.name, case.name.replace("_fwd_", "_bwd_")]
+        records = [run.records.get(name) for run in runs for name in names]
+        if any(records):
+            cells = [(report.time_of(r, "ours"), faster("cudnn")(r)) for r in records]
+            rows.append([report.cell_of(case.describe()), *itertools.chain(*cells)])
+    heads = [f"{run.card} {name}, us | x cuDNN" for run in runs for name in promises.PASSES.values()]
+    return markdown(["cell", *itertools.chain(*(head.split(" | ") for head in heads))], rows)
+
+
+def _sample_row(run: Run, label: str, *bounds: float) -> tuple[list[tuple[float, Record]], list[str]]:
+    """The comparisons of a run of random calls, the worst first, and a row about them."""
+    found = report.against_libraries(run.records.values())
+    below = [sum(ratio < bound for ratio, _ in found) for bound in bounds]
+    cells = [f"{below[0]} ({below[0] / len(found):.1%})", *map(str, below[1:])] if found else ["-"] * len(bounds)
+    mean = statistics.geometric_mean(ratio for ratio, _ in found) if found else None
+    drawn = len(run.records) + len(run.header.get("left_out", ()))
+    return found, [label, f"{len(found)} of {drawn}", floored(mean), *cells, run.day, run.commit]
+
+
+def _sample_heads(*bounds: float) -> list[str]:
+    return ["run", "calls compared", "geometric mean", *(f"below {bound}" for bound in bounds), "day", "commit"]
+
+
+_TO_BEST: Column = lambda r: floored(measured.against_best(r, LIBRARIES)["ratio"])
+
+
+def attention_sample(results: Results) -> str:
+    """Runs of random and of short calls, and the calls that are slower than another library."""
+    rows, slower = [], []
+    samples = [(run, f"seed {run.seed}") for run in measured.attention_runs(results.folder, "attention sample")]
+    samples += [(run, "short") for run in measured.attention_runs(results.folder, "attention short")]
+    columns = {"call": named("attention_"), **times("ours", *LIBRARIES), "x best": _TO_BEST}
+    for run, name in samples:
+        found, row = _sample_row(run, f"{run.label}, {name}", report.SLOW)
+        rows.append(row)
+        slow = [record for ratio, record in found if ratio < report.SLOW]
+        slower += [[f"{run.card}, {name}", *(cell(record) for cell in columns.values())] for record in slow]
+    made = markdown(_sample_heads(report.SLOW), rows)
+    return "\n\n".join([made, *([markdown(["run", *columns], slower)] if slower else [])])
+
+
+def sample(results: Results) -> str:
+    """Every run of random calls of all functions, and the worst calls of the newest."""
+    rows, worst, bounds = [], [], (report.SLOW, report.VERY_SLOW)
+    for run in measured.topic_runs("sample", results.folder):
+        label = f"{run.card}, JAX {run.jax}, seed {run.seed}"
+        found, row = _sample_row(run, label, *bounds)
+        if not found:
+            continue  # a comparison of ours by kernels and by XLA alone
+        rows.append(row)
+        shown = [record for _, record in found[: report.WORST_SHOWN]]
+        to_best = lambda r: number(measured.against_best(r, LIBRARIES)["ratio"], ".3f")
+        columns = {"call": named(), **times("ours", *LIBRARIES), "x best": to_best}
+        worst = worst or [f"The {len(shown)} worst of {label}:", table(shown, columns)]
+    return "\n\n".join([markdown(_sample_heads(*bounds), rows), *worst])
+
+
+def few_queries(results: Results) -> list[Record]:
+    """The newest record of each call of few queries on each card."""
+    found = measured.newest(measured.topic_runs("attention decode", results.folder), lambda r: "cudnn" in r["impls"])
+    return [*found.values()]
+
+
+def attention_decode(results: Results) -> str:
+    """Few queries: what of a read's speed the keys and values are read with, and how many times cuDNN's."""
+    columns = {"call": named("attention_fwd_"), "card": CARD, **times("ours", "cudnn")}
+    columns |= {"TB/s": fact("ours", "tb_per_s", ".2f"), "of a read": lambda r: number(share_of_read(r), ".2f")}
+    columns |= {"TFLOP/s": fact("ours", "tflop_per_s", ".0f"), "x cuDNN": faster("cudnn"), "measured": WHEN}
+    order = report.in_order(attention_cases.TABLE.select(tags=["decode"], pass_=["fwd"]))
+    return table(sorted(few_queries(results), key=lambda r: (CARD(r), order(r))), columns)
+
+
+def share_of_read(record: Record) -> float:
+    return record["impls"]["ours"]["tb_per_s"] / record["read"]["tb_per_s"]
+
+
+def attention_pages(results: Results) -> str:
+    """Keys and values in pages: how many times as fast as from a contiguous cache."""
+    names = [f"{layout}_{size}" for layout in ("heads_first", "pages_first") for size in (16, 64, 128)]
+    share = lambda name: (
+        lambda r: number(r["impls"]["ours"]["us"] / r["impls"][name]["us"] if name in r["impls"] else None, ".2f")
+    )
+    runs = measured.attention_runs(results.folder, "attention decode")
+    records = [r for run in runs for r in run.records.values() if not r["impls"].keys().isdisjoint(names)]
+    columns = {"call": named("attention_fwd_"), "card": CARD, "contiguous, us": times("ours")["ours, us"]}
+    columns |= {name.replace("_", " "): share(name) for name in names} | {"measured": WHEN}
+    return table(records, columns)
+
+
+_LINEAR_SIZES = ("tokens", "embedding", "vocabulary")
+LINEAR_PEERS = {"optax": "optax", "tokamax": "tokamax", "liger": "Liger", "quack": "quack"}
+
+
+def linear_records(results: Results) -> list[Record]:
+    """The newest measurement of each case of the loss of `hidden @ weight`, by card."""
+    return sorted(measured.newest(measured.topic_runs("linear", results.folder)).values(), key=CARD)
+
+
+def linear_ratio(record: Record, peer: str) -> float | None:
+    """How many times faster ours is, where each process has its own products."""
+    ours, other = (record["impls"].get(name, {}).get("x_products") for name in ("ours", peer))
+    return other / ours if ours and other else None
+
+
+def linear(results: Results) -> str:
+    """Every case of the loss of `hidden @ weight`."""
+    columns: dict[str, Column] = {
+        "call": lambda r: r["case"]["pass_"],
+        "tokens x embedding x vocabulary": lambda r: " x ".join(str(r["case"][name]) for name in _LINEAR_SIZES),
+        "on": CARD,
+        "ms": fact("ours", "min_us", ".2f", 1e3),
+        "x products": fact("ours", "x_products", ".3f"),
+        "extra, MiB": fact("ours", "temp_bytes", ",.0f", 2**20),
+        "optax's": fact("optax", "temp_bytes", ",.0f", 2**20),
+        **{f"x {label}": functools.partial(_against, linear_ratio, peer) for peer, label in LINEAR_PEERS.items()},
+    }
+    records = linear_records(results)
+    note = f"{report.setting(records)}; the best of interleaved rounds; {report.days(records)}."
+    return table(records, columns, note)
+
+
+def linear_memory(results: Results) -> str:
+    """Says how much memory gradients take without logits, and with whole logits, where these take the most."""
+    needed = lambda record, name: record["impls"].get(name, {}).get("temp_bytes") or 0
+    records = [record for record in linear_records(results) if record["case"]["pass_"] == "gradient"]
+    largest = max(records, key=lambda record: needed(record, "optax"), default=None)
+    if largest is None or not (needed(largest, "ours") and needed(largest, "optax")):
+        return ""
+    case = largest["case"]
+    ours, optax = (f"{needed(largest, name) / 2**30:.2f} GiB" for name in ("ours", "optax"))
+    return (
+        f" For {case['tokens']} tokens and a vocabulary of {case['vocabulary']}, `linear_cross_entropy` with gradients "
+        f"takes {ours} beside arguments and results, and optax {optax}."
+    )
+
+
+# The name of a call: its function with pass and dtype, its size, and its axis.
+_CHAIN = re.compile(r"^(.+?_(?:fwd|value_and_grad|value_and_vjp)_(?:bf16|f32))_(\w+?)(?:_axis(-?\d))?(?:_k\d+)?$")
+
+
+def _newest(topic: str, results: Results) -> list[Record]:
+    """The records of the newest run of each card."""
+    runs = {run.card: run for run in reversed(measured.topic_runs(topic, results.folder))}
+    return [record for run in runs.values() for record in run.records.values()]
+
+
+def _by_call(topic: str, columns: Mapping[str, Column]) -> Table:
+    """A table of the newest run of each card, in the order of the cases."""
+
+    def make(results: Results) -> str:
+        order, records = report.in_order(tables.TABLE.apart[topic](0, 0)), _newest(topic, results)
+        shown = [record for of_card in report.by_card(records).values() for record in sorted(of_card, key=order)]
+        known = {"call": named(), "on": CARD, **columns, "measured": WHEN}
+        return table(shown, known, f"{report.setting(records)}.")
+
+    return make
+
+
+def chain_groups(results: Results) -> str:
+    """For each function, pass and dtype: how many times faster ours is than XLA, and where it is least."""
+    records, rows = _newest("chains", results), []
+    for card, of_card in report.by_card(records).items():
+        groups: dict[str, list[tuple[float, str]]] = {}
+        for ratio, record in report.against_libraries(of_card):
+            _, function, size, axis, _ = _CHAIN.split(record["case"]["name"])
+            across = " along another axis" if axis not in (None, "-1") else ""
+            groups.setdefault(f"`{function}`{across}", []).append((ratio, size))
+        for name, ratios in sorted(groups.items()):
+            mean = statistics.geometric_mean(ratio for ratio, _ in ratios)
+            rows.append([name, card, str(len(ratios)), floored(mean), f"{floored(ratios[0][0])} ({ratios[0][1]})"])
+    heads = ["call", "on", "sizes", "mean x XLA", "least, at"]
+    return markdown(heads, rows) + (f"\n\n{report.setting(records)}; {report.days(records)}." if rows else "")
+
+
+def _share(record: Record, name: str) -> str:
+    """A mean of the GPUs, in % of the time in which they are busy; nothing where no profile was taken."""
+    return f"{100 * np.mean(record[name]) / np.mean(record['busy_us']):.1f}" if "busy_us" in record else ""
+
+
+def scaling_table(results: Results) -> str:
+    """Every case that was measured, with columns for each card and number of devices."""
+    newest = report.newest_scaling(measured.topic_runs("scaling", results.folder))
+    places = list(dict.fromkeys((card, devices) for card, devices, _ in newest))
+    rows = []
+    for name in sorted({name for *_, name in newest}):
+        found = [newest.get((*place, name)) for place in places]
+        facts = lambda r: [f"{r['one_us'] / 1e3:.4g}", f"{r['efficiency']:.2f}", _share(r, "alone_us")]
+        cells = [facts(record) if record else [""] * 3 for record in found]
+        last = next(record for record in reversed(found) if record)
+        exchanged = ", ".join(f"{n} {kind}" for kind, n in last["collectives"].items()) or "nothing"
+        rows.append([name, *itertools.chain(*cells), exchanged])
+    heads = [["one, ms", f"efficiency on {devices} {card}", "alone, %"] for card, devices in places]
+    return markdown(["call", *itertools.chain(*heads), "exchanges"], rows)
+
+
 # Every measured case, which documents do not show.
-DETAILS: dict[str, Callable[[Results], str]] = {
+DETAILS: dict[str, Table] = {
     "rows": of_ops(
         ("softmax", "log_softmax", "logsumexp"),
         {
-            "TB/s": lambda record: number(record["impls"]["ours"].get("tb_per_s"), ".2f"),
-            "of copy": lambda record: number(record["impls"]["ours"].get("fraction_of_copy"), ".2f"),
+            "TB/s": fact("ours", "tb_per_s", ".2f"),
+            "of copy": fact("ours", "fraction_of_copy", ".2f"),
         },
     ),
-    "attention_forward": report.attention_cells("fwd"),
-    "attention_backward": report.attention_cells("bwd"),
-    "attention_decode": report.attention_decode,
-    **call_report.DETAILS,
+    "attention_forward": attention_cells("fwd"),
+    "attention_backward": attention_cells("bwd"),
+    "attention_decode": attention_decode,
+    "chains": _by_call("chains", {**times("ours", "xla"), "x XLA": _TO_BEST}),
 }
-TABLES: dict[str, Callable[[Results], str]] = {
+TABLES: dict[str, Table] = {
     "headline": headline,
     "summary": summary,
     "cross_entropy": of_ops(
@@ -395,69 +525,21 @@ TABLES: dict[str, Callable[[Results], str]] = {
         ("xla", "xla_f32"),
     ),
     "top_k": of_ops(["top_k"], {}),
-    "targets": promises,
+    "targets": promises.rows,
     "ladder_forward_f16": ladder("fwd", "float16"),
     "ladder_forward_f32": ladder("fwd", "float32"),
     "ladder_backward_f16": ladder("bwd", "float16"),
-    "attention_runs": report.attention_runs,
-    "attention_promises": report.attention_promises,
-    "attention": report.attention,
-    "attention_sample": report.attention_sample,
-    "attention_pages": report.attention_pages,
-    "linear": report.linear,
-    "scaling": scaling.table,
-    **call_report.TABLES,
+    "attention_runs": attention_runs,
+    "attention_promises": promises.attention,
+    "attention": attention,
+    "attention_sample": attention_sample,
+    "attention_pages": attention_pages,
+    "linear": linear,
+    "chain_groups": chain_groups,
+    "first": _by_call("first", report.SECONDS),
+    "sample": sample,
+    "scaling": scaling_table,
 }
-
-
-def draw(results: Results, folder: pathlib.Path) -> list[pathlib.Path]:
-    """Draws what there are results of, and returns the paths; nothing without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no pictures: matplotlib is not installed")
-        return []
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "jaxsoftmax"  # the same picture from the same results
-    from matplotlib import pyplot
-
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = {}
-    records = [r for r in results.records() if "sweep" in r["case"]["tags"] and r["case"]["op"] == "softmax"]
-    for pass_ in ("fwd", "bwd"):
-        series = [r for r in records if (r["case"]["pass"], r["case"]["dtype"]) == (pass_, "float16")]
-        if len(series) > 2:
-            title = f"softmax {pass_}, float16, {results.runs[0].header['device']['name']}"
-            figure = _bandwidth(pyplot, sorted(series, key=lambda record: record["case"]["cols"]), title)
-            drawn[folder / f"bandwidth_softmax_{pass_}_float16.svg"] = figure
-    runs = measured.attention_runs(results.folder)
-    if runs:
-        samples = measured.attention_runs(results.folder, "attention sample")
-        drawn[folder / "attention.svg"] = report.draw_cells(pyplot, runs[0], samples)
-    for run in measured.attention_runs(results.folder, "attention caches")[:1]:
-        drawn[folder / "caches.svg"] = report.draw_caches(pyplot, run)
-    if shared := measured.topic_runs("scaling", results.folder):
-        drawn[folder / "scaling.svg"] = scaling.draw(pyplot, shared)
-    for path, figure in drawn.items():
-        figure.savefig(path, metadata={"Date": None})
-        pyplot.close(figure)
-    return list(drawn)
-
-
-def _bandwidth(pyplot: Any, records: Sequence[Record], title: str) -> Any:
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for name in dict.fromkeys(name for record in records for name in record["impls"]):
-        speeds = [record["impls"].get(name, {}).get("tb_per_s") for record in records]
-        points = [(r["case"]["cols"], speed) for r, speed in zip(records, speeds, strict=True) if speed is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), "o-", label=name)
-    copies = [(record["case"]["cols"], record["copy"]["tb_per_s"]) for record in records if record["copy"]]
-    axes.plot(*zip(*copies, strict=True), "k--", label="copy, same run")
-    axes.set(xlabel="N (row length)", ylabel="TB/s of the least traffic", title=title, ylim=(0, None))
-    axes.set_xscale("log", base=2)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    return figure
 
 
 def main(arguments: list[str]) -> None:
@@ -475,7 +557,7 @@ def main(arguments: list[str]) -> None:
             path.write_text(made)
             print(f"rewrote {path.relative_to(ROOT)}")
     if flags.pictures:
-        print("\n".join(map(str, draw(results, PICTURES))))
+        print("\n".join(map(str, pictures.draw(results, PICTURES))))
 
 
 if __name__ == "__main__":

@@ -21,20 +21,19 @@ import jax
 import jax.numpy as jnp
 
 import jaxsoftmax
-from benchmarks import attention_cases, stock
+from benchmarks import attention_cases, linear, stock
 from benchmarks.attention_cases import AttentionCase, Shape
-from benchmarks.calls import CallCase
-from benchmarks.cases import RowCase
+from benchmarks.cases import ITERATIONS, Case
+from benchmarks.linear import LinearCase
 from benchmarks.results import KERNEL
+from benchmarks.stock import Declined, NotInstalled, load
 from pallas_kernels import hardware
 from pallas_kernels.monoid import Stats, log_normalizer
 from pallas_kernels.softmax import dispatch
 
 INVARIANT = "batch_invariant"
 ROWS = ("ours", "ours_xla", "ours_kernel", INVARIANT, "xla", "xla_f32", "cudnn", "ladder")
-BASELINES = ("xla", "xla_f32")  # of rows, right by definition: what ours is compared with
-_NO_ATTENTION = "cuDNN has attention alone"
-ITERATIONS = 1000  # of a loop over one small call
+BASELINES = ("xla", "xla_f32", "products")  # of rows, right by definition: what ours is compared with
 
 # The widest tiles of keys of which two stages fit in shared memory, as in the module's own sweep.
 _MGPU_BLOCK_KV = {64: 256, 128: 128, 256: 64}
@@ -44,13 +43,13 @@ Operands = Mapping[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a run is made; `trees` are folders by name, and `of_case` has other implementations for cases by name."""
+    """How a run is made; `trees` are folders by name."""
 
     impls: Sequence[str] = ("ours", "xla")
     rounds: int = 5
     seed: int = 0
     trees: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    of_case: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    devices: int = 2  # of calls that are sharded
     capability: str | None = None  # that the GPU is said to have, of which ours takes what runs there
 
 
@@ -63,29 +62,36 @@ class Program:
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-class Declined(Exception):
-    """An implementation that does not take a case; the message is the reason."""
-
-
-class NotInstalled(Exception):
-    """An implementation is missing on this machine."""
+@contextlib.contextmanager
+def caught(entry: dict[str, Any]) -> Iterator[None]:
+    try:
+        yield
+    except NotInstalled as reason:
+        entry |= {"status": "not installed", "reason": str(reason)}
+    except Declined as reason:
+        entry |= {"status": "declined", "reason": str(reason)}
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        entry |= {"status": "failed", "reason": text[:300]}
 
 
 def is_tree(impl: str, trees: Mapping[str, str]) -> bool:
     return impl.partition(":")[0] in trees
 
 
-def programs(case: RowCase | CallCase | AttentionCase, name: str, options: Options) -> dict[str, Program]:
+def programs(case: Any, name: str, options: Options) -> dict[str, Program]:
     """The programs in which a pass of an implementation is timed; those of attention take the operands by name.
 
     A backward pass of attention is the difference of two, or "direct", from the residuals of a forward pass; "loop" has
     one small call many times. An implementation that does not take the case raises `Declined`.
     """
     hardware.pretend(options.capability)
-    if not isinstance(case, AttentionCase):
+    if isinstance(case, Case):
         program = build(case, name)
         loop = lambda x: jax.lax.fori_loop(0, ITERATIONS, lambda _, y: program.function(y), x)
         return {case.pass_: program} | ({"loop": Program(loop)} if case.pass_ == "call" else {})
+    if isinstance(case, LinearCase):
+        return {case.pass_: Program(functools.partial(linear.call, name, case.moving))}
     if is_tree(name, options.trees):
         return _of_tree(case, name, options)
     found = _of_attention(case, ATTENTION[name])
@@ -126,51 +132,29 @@ def _passes(
     return {"fwd": Program(forward, prepare), "value_and_vjp": Program(value_and_vjp, prepare), "direct": direct}
 
 
-def build(case: RowCase | CallCase, name: str) -> Program:
-    """The program of an implementation of rows: one of `ROWS`, but for "ladder", or "kernel:NAME:FIELD=VALUE"."""
+def build(case: Case, name: str) -> Program:
+    """The program of rows or of a call: by one of `ROWS`, but for "ladder", or by "kernel:NAME:FIELD=VALUE".
+
+    XLA has the backward pass of rows in its leanest form, from the saved output.
+    """
     if name == INVARIANT:
         program = build(case, "ours")
         return Program(invariant(program.function), program.prepare and invariant(program.prepare))
-    if isinstance(case, CallCase):
-        if name not in stock.LIBRARIES:
-            raise Declined(f"calls are measured by {', '.join(stock.LIBRARIES)} alone")
-        if name == "cudnn" and not hasattr(stock.LIBRARIES[name], case.op):
-            raise Declined(_NO_ATTENTION)
-        return of_call(case, stock.LIBRARIES[name])
-    if name == "cudnn":
-        raise Declined(_NO_ATTENTION)
-    if name in ("ours_xla", "ours_kernel"):
-        raise Declined("it is measured of calls alone")
     if name.startswith(KERNEL):
         kernel, *replaced = name.removeprefix(KERNEL).split(":")
         return _kernel(case, kernel, dict(map(_field, replaced)))
-    if name == "xla_f32" and case.op != "cross_entropy":
-        raise Declined("only a loss is compared in float32 too")
-    if case.op in ("cross_entropy", "top_k"):
-        program = Program(loss_of(case, name))
-    else:
-        op = lambda x: getattr(jaxsoftmax if name == "ours" else jax.nn, case.op)(x, **{"axis": -1, **case.options})
-        program = _of_pass(case, op)
-        if name == "xla" and case.pass_ == "bwd":  # in its leanest form, from the saved output
-            program = Program(functools.partial(_xla_backward, case.op), lambda x, t: (op(x), t))
-        if "axis" in case.options:
-            return dataclasses.replace(program, prepare=lambda x: (x.T,))
-    return dataclasses.replace(program, facts={**program.facts, **_explained(case)}) if name == "ours" else program
-
-
-def of_call(case: CallCase, library: Any) -> Program:
-    """The pass of a call by a library."""
-    found = _passes(case.call(library), functools.partial(case.split, library))
-    return found["fwd" if case.pass_ == "fwd" else "value_and_vjp"]
-
-
-def _of_pass(case: RowCase, op: Callable[[jax.Array], jax.Array]) -> Program:
-    program = _passes(op, lambda x, t: (op, (x,), t))[{"bwd": "direct", "call": "fwd"}.get(case.pass_, case.pass_)]
-    if case.pass_ in ("fwd", "call"):
+    op, kept = case.call(stock.LIBRARIES[name]), {}
+    passes = {"bwd": "direct", "fwd": "fwd", "call": "fwd"}
+    program = _passes(op, functools.partial(case.split, name))[passes.get(case.pass_, "value_and_vjp")]
+    if name == "xla" and case.pass_ == "bwd":
+        program = Program(functools.partial(_xla_backward, case.op), lambda x, t: (op(x), t))
+    if not case.source:
         return program
-    kept = jax.eval_shape(lambda x: jax.vjp(op, x)[1], jax.ShapeDtypeStruct((case.rows, case.cols), case.dtype))
-    facts = {"residual_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))}
-    return dataclasses.replace(program, facts=facts)
+    if case.has_cotangent:
+        pull = jax.eval_shape(lambda x: jax.vjp(op, x)[1], jax.ShapeDtypeStruct(case.shape, case.dtype))
+        kept["residual_bytes"] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pull))
+    prepare = (lambda x: (x.T,)) if "axis" in case.options else program.prepare
+    return Program(program.function, prepare, kept | (_explained(case) if name == "ours" else {}))
 
 
 def _xla_backward(op: str, y: jax.Array, t: jax.Array) -> jax.Array:
@@ -180,17 +164,12 @@ def _xla_backward(op: str, y: jax.Array, t: jax.Array) -> jax.Array:
     return (t32 - jnp.exp(y32) * t32.sum(-1, keepdims=True)).astype(t.dtype)
 
 
-def is_plain(case: RowCase) -> bool:
-    """Whether one kernel computes the case."""
-    special = case.options or case.op == "top_k" or case.pass_ == "value_and_grad_mean"
-    return len(case.problems) == 1 and not special
-
-
-def _kernel(case: RowCase, kernel: str, fields: Mapping[str, Any]) -> Program:
+def _kernel(case: Case, kernel: str, fields: Mapping[str, Any]) -> Program:
     """One kernel, with other fields of its config, straight through the dispatcher, without the primitive around it."""
     if jax.default_backend() != "gpu":
         raise Declined("kernels need a GPU")
-    if not is_plain(case):
+    special = case.given or case.op == "top_k" or case.pass_ == "value_and_grad_mean"
+    if not case.source or special or len(case.problems) != 1:
         raise Declined("a kernel runs one plain operation")
     decide = functools.partial(dispatch.decide, *case.problems, hardware.current(), kernel=kernel)
     decision = decide()
@@ -210,10 +189,10 @@ def _kernel(case: RowCase, kernel: str, fields: Mapping[str, Any]) -> Program:
     return Program(run, facts=facts)
 
 
-def _explained(case: RowCase) -> dict[str, Any]:
+def _explained(case: Case) -> dict[str, Any]:
     if case.op == "top_k":
         return {}
-    operand = jax.ShapeDtypeStruct((case.rows, case.cols), case.dtype)
+    operand = jax.ShapeDtypeStruct(case.shape, case.dtype)
     calls = {"bwd": (f"{case.op}_vjp",), "value_and_vjp": (case.op, f"{case.op}_vjp")}
     calls |= dict.fromkeys(("value_and_grad", "value_and_grad_mean"), ("cross_entropy_gradient",))
     weights: dict[str, Any] = {"weights": 1 / case.rows} if case.pass_ == "value_and_grad" else {}
@@ -224,27 +203,7 @@ def _explained(case: RowCase) -> dict[str, Any]:
     return names | {"bytes_moved": sum(call.bytes_moved or 0 for call in chosen)}
 
 
-def loss_of(case: RowCase, name: str) -> Callable[..., Any]:
-    """Ours by the public functions; XLA's is `optax`'s formula and `.mean()`, or `lax.top_k` of `jax.nn.softmax`.
-
-    "xla_f32" casts logits to float32 first, which is what is written where a 16-bit loss will not do: the loss is then
-    as accurate as ours.
-    """
-    if case.op == "top_k" and name == "ours":
-        return lambda x: jaxsoftmax.top_k_softmax(x, **case.options)
-    if case.op == "top_k":
-        return lambda x: tuple(jax.lax.top_k(jax.nn.softmax(x, -1), **case.options))
-    formula = jaxsoftmax.softmax_cross_entropy_with_integer_labels if name == "ours" else stock.xla_loss
-    loss = functools.partial(formula, **case.options)
-    if case.pass_ == "value_and_grad" and name == "ours":
-        return jax.value_and_grad(lambda x, y: loss(x, y, weights=1 / case.rows).sum())
-    widened = lambda x: x.astype(jnp.float32) if name == "xla_f32" else x
-    if case.pass_ == "fwd":
-        return lambda x, y: loss(widened(x), y)
-    return jax.value_and_grad(lambda x, y: loss(widened(x), y).mean())
-
-
-def kernel_of_loss(case: RowCase, decision: dispatch.Decision) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+def kernel_of_loss(case: Case, decision: dispatch.Decision) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
     """One kernel's program and its operands, with XLA's small part of the loss after it."""
     weights = () if case.pass_ == "fwd" else (jnp.full(case.rows, 1 / case.rows),)
 
@@ -284,18 +243,14 @@ def _of_attention(case: AttentionCase, impl: Impl) -> dict[str, Program]:
     )
 
 
-def _common(shape: Shape, operands: Operands) -> dict[str, Any]:
+def _arguments(shape: Shape, operands: Operands) -> dict[str, Any]:
     window = (shape.span - 1, 0) if shape.kind == "window" else None
-    given = {name: operands[name] for name in ("query", "key", "value", "bias", "mask") if name in operands}
+    given = {name: x for name, x in operands.items() if name != "d_out"}
     return given | {"is_causal": shape.is_causal, "local_window_size": window}
 
 
-def _attend_ours(shape: Shape, operands: Operands) -> jax.Array:
-    return jaxsoftmax.flash_attention(
-        **_common(shape, operands),
-        query_segment_ids=operands.get("segments"),
-        key_value_seq_lengths=operands.get("lengths"),
-    )
+def _attend(library: Any, shape: Shape, operands: Operands) -> jax.Array:
+    return library.flash_attention(**_arguments(shape, operands))
 
 
 def _in_pages(layout: Any, size: int, shape: Shape, operands: Operands) -> Operands:
@@ -308,7 +263,7 @@ def _in_pages(layout: Any, size: int, shape: Shape, operands: Operands) -> Opera
         return found if layout == "pages_first" else found.transpose(2, 0, 1, 3)
 
     tables = order.reshape(shape.batch, -1).astype(jnp.int32)
-    lengths = operands.get("lengths", jnp.full(shape.batch, shape.length, jnp.int32))
+    lengths = operands.get("key_value_seq_lengths", jnp.full(shape.batch, shape.length, jnp.int32))
     in_pages = {name: pages(operands[name]) for name in ("key", "value")}
     return {"query": operands["query"], **in_pages, "tables": tables, "lengths": lengths}
 
@@ -323,30 +278,28 @@ def _pages_take(shape: Shape, pass_: str) -> bool:
     return pass_ == "fwd" and shape.query_length == 1 and shape.kind in ("full", "lengths")
 
 
-def _attend_jax(implementation: Any, shape: Shape, operands: Operands) -> jax.Array:
+def _attend_jax(implementation: str, shape: Shape, operands: Operands) -> jax.Array:
     """`jax.nn`'s attention, the values padded to the keys' head dimension."""
     padding = ((0, 0), (0, 0), (0, 0), (0, shape.head_dim - shape.value_dim))
-    arguments: dict[str, Any] = _common(shape, operands) | {"value": jnp.pad(operands["value"], padding)}
-    if "lengths" in operands:
-        whole = jnp.full(shape.batch, shape.query_length, jnp.int32)
-        arguments |= {"query_seq_lengths": whole, "key_value_seq_lengths": operands["lengths"]}
-    return jax.nn.dot_product_attention(**arguments, implementation=implementation)[..., : shape.value_dim]
+    padded = {**operands, "value": jnp.pad(operands["value"], padding)}
+    return _attend(stock.LIBRARIES[implementation], shape, padded)[..., : shape.value_dim]
 
 
 def _segments_as_mask(shape: Shape, operands: Operands) -> Operands:
     """Documents for those who know no segments: as a mask tensor."""
-    if "segments" not in operands:
+    if "query_segment_ids" not in operands:
         return operands
-    ids = operands["segments"]
-    return {**operands, "mask": (ids[:, :, None] == ids[:, None, :])[:, None]}
+    rest = dict(operands)
+    ids = rest.pop("query_segment_ids")
+    return rest | {"mask": (ids[:, :, None] == ids[:, None, :])[:, None]}
 
 
 def _attend_tokamax(shape: Shape, operands: Operands) -> jax.Array:
-    return _import("tokamax").dot_product_attention(**_common(shape, operands), implementation="mosaic")
+    return load("tokamax").dot_product_attention(**_arguments(shape, operands), implementation="mosaic")
 
 
 def _attend_mgpu(shape: Shape, operands: Operands) -> jax.Array:
-    module = _import("jax.experimental.pallas.ops.gpu.attention_mgpu")
+    module = load("jax.experimental.pallas.ops.gpu.attention_mgpu")
     config = module.TuningConfig(
         block_q=64, block_kv=_MGPU_BLOCK_KV[shape.head_dim], max_concurrent_steps=2, causal=shape.is_causal
     )
@@ -365,16 +318,9 @@ def _mgpu_takes(shape: Shape, pass_: str) -> bool:
     return pass_ == "fwd" and shape.kind in ("full", "causal") and dims
 
 
-def _import(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise NotInstalled(str(error)) from error
-
-
 ATTENTION = {
-    "ours": Impl(_attend_ours),
-    INVARIANT: Impl(lambda shape, operands: invariant(_attend_ours)(shape, operands)),
+    "ours": Impl(functools.partial(_attend, jaxsoftmax)),
+    INVARIANT: Impl(invariant(functools.partial(_attend, jaxsoftmax))),
     "cudnn": Impl(functools.partial(_attend_jax, "cudnn"), _segments_as_mask),
     "mgpu": Impl(_attend_mgpu, _mgpu_operands, _mgpu_takes),
     "tokamax": Impl(_attend_tokamax, _segments_as_mask),
@@ -442,6 +388,6 @@ def _decided(load: Callable[[str], Any], shape: Shape, backward: bool, fields: M
 def _arrays(operands: Operands) -> tuple[jax.Array, ...]:
     extras = [operands["bias"]] if "bias" in operands else []
     extras += [operands["mask"].astype(jnp.int8)] if "mask" in operands else []
-    extras += [operands["lengths"]] if "lengths" in operands else []
-    segments = [operands["segments"]] * 2 if "segments" in operands else []
+    extras += [operands["key_value_seq_lengths"]] if "key_value_seq_lengths" in operands else []
+    segments = [operands["query_segment_ids"]] * 2 if "query_segment_ids" in operands else []
     return (operands["query"], operands["key"], operands["value"], *extras, *segments)

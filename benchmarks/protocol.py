@@ -46,13 +46,15 @@ import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks import impls
+from benchmarks import impls, linear
 from benchmarks import results as measured
 from benchmarks.attention_cases import AttentionCase, Shape
-from benchmarks.calls import CallCase
-from benchmarks.cases import RowCase
+from benchmarks.cases import Case
+from benchmarks.linear import LinearCase
 from benchmarks.results import NAMES, Verdict
-from benchmarks.stock import STOCK, TRUTH, xla_loss
+from benchmarks.stock import xla_loss
+
+AnyCase = Case | AttentionCase | LinearCase
 
 _SAMPLED_ELEMENTS = 1 << 20
 _CHECKED_ELEMENTS = 1 << 28  # at once, in float32
@@ -64,34 +66,42 @@ _ROUND_SECONDS = 1e-3  # of device time per variant and round
 _ASSUMED_BYTES_PER_SECOND = 3e12
 
 
-def compiled_truth(case: RowCase | CallCase | AttentionCase, specs: tuple[Any, ...], graded: bool) -> Any:
-    """Makes the check of a case: of rows, of a call, or of attention, with its gradients if `graded`."""
-    if isinstance(case, CallCase):
-        outputs = jax.eval_shape(impls.of_call(case, STOCK).function, *specs)
-        check = jax.jit(functools.partial(_call_errors, case))
-        return check.lower(specs, outputs, outputs).compile(compiler_options=_UNTUNED)
+def compiled_truth(case: AnyCase, specs: tuple[Any, ...], graded: bool) -> Any:
+    """Makes the check of rows or of a call; or the truth of attention, with its gradients if `graded`, or of a loss."""
+    if isinstance(case, LinearCase):
+        return jax.jit(linear.truth).lower(*specs).compile(compiler_options=_UNTUNED)
     if isinstance(case, AttentionCase):
         program = functools.partial(attention, case.shape, gradients=graded)
         return jax.jit(program).lower(*specs).compile(compiler_options=_UNTUNED)
     program = impls.build(case, "xla")
     prepare = program.prepare or (lambda *operands: operands)
-    outputs = jax.eval_shape(lambda *operands: _widened(program.function(*prepare(*operands))), *specs)
-    return every_row(case).lower(specs, [specs[0]] if "axis" in case.options else outputs).compile()
+    outputs = jax.eval_shape(lambda *operands: program.function(*prepare(*operands)), *specs)
+    if not case.source:
+        check = jax.jit(functools.partial(_call_errors, case))
+        return check.lower(specs, outputs, outputs).compile(compiler_options=_UNTUNED)
+    return (
+        every_row(case)
+        .lower(specs, [specs[0]] if "axis" in case.options else jax.eval_shape(_widened, outputs))
+        .compile()
+    )
 
 
-def judge(case: RowCase | CallCase | AttentionCase, operands: tuple[Any, ...], got: Any, truths: Any) -> Verdict:
-    """The verdict on outputs; `truths` are attention's, or `compiled_truth(case)` and XLA's outputs."""
-    if isinstance(case, CallCase):
-        check, xla = truths
-        errors = {name: found.tolist() for name, found in jax.device_get(check(operands, got, xla)).items()}
-        multiplies = case.function.has_products and jax.default_backend() == "gpu"
-        return measured.worst_head(errors, "tf32" if multiplies and case.dtype == "float32" else case.dtype)
+def judge(case: AnyCase, operands: tuple[Any, ...], got: Any, truths: Any) -> Verdict:
+    """The verdict on outputs; `truths` are attention's or a loss's, or `compiled_truth(case)` and XLA's outputs."""
+    is_gpu = jax.default_backend() == "gpu"
+    if isinstance(case, LinearCase):
+        errors = linear.errors(got, truths)
+        return measured.worst(Verdict(error, 0.0, linear.ALLOWED, name, case.name) for name, error in errors.items())
     if isinstance(case, AttentionCase):
         named = dict(zip(NAMES[len(got)], got, strict=True))
         errors = jax.device_get(_head_errors(case.shape, named, {name: truths[name] for name in named}))
-        dtype = "tf32" if case.shape.dtype == "float32" and jax.default_backend() == "gpu" else case.shape.dtype
+        dtype = "tf32" if case.shape.dtype == "float32" and is_gpu else case.shape.dtype
         return measured.worst_head({name: found.tolist() for name, found in errors.items()}, dtype)
     check, xla = truths
+    if not case.source:
+        errors = {name: found.tolist() for name, found in jax.device_get(check(operands, got, xla)).items()}
+        multiplies = case.operation.has_products and is_gpu
+        return measured.worst_head(errors, "tf32" if multiplies and case.dtype == "float32" else case.dtype)
     if "axis" in case.options:
         got, xla = jax.tree.map(jnp.transpose, (got, xla))
     rows = _sampled_rows(case)
@@ -117,13 +127,13 @@ def _error(got: np.ndarray, true: np.ndarray, size: np.ndarray | None) -> float:
     return measured.errors.max_error(got, true, magnitude=size)
 
 
-def _sampled_rows(case: RowCase) -> np.ndarray:
+def _sampled_rows(case: Case) -> np.ndarray:
     count = min(case.rows, max(2, _SAMPLED_ELEMENTS // case.cols))
     inner = np.random.default_rng(0).permutation(np.arange(1, case.rows - 1))[: count - 2]
     return np.unique(np.concatenate([[0, case.rows - 1], inner]))
 
 
-def every_row(case: RowCase) -> Any:
+def every_row(case: Case) -> Any:
     """A jitted function of (operands, outputs): the largest deviation from XLA in float32, 1 being tolerated."""
 
     def row(operands: Sequence[jax.Array], got: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -142,7 +152,7 @@ def every_row(case: RowCase) -> Any:
     return jax.jit(check)
 
 
-def _row_in_float32(case: RowCase, x: jax.Array, *rest: jax.Array) -> tuple[jax.Array, list[tuple[Any, Any]]]:
+def _row_in_float32(case: Case, x: jax.Array, *rest: jax.Array) -> tuple[jax.Array, list[tuple[Any, Any]]]:
     """The loss of a row, and of each output that has rows (what it is, the size that an error is relative to).
 
     A probability is compared with itself, what may be a difference of larger terms with the largest of its row.
@@ -179,14 +189,14 @@ def _off(got: jax.Array, want: jax.Array, size: jax.Array, dtype: str) -> jax.Ar
     return jnp.where(jnp.isnan(off), jnp.inf, off).max()
 
 
-def _call_errors(case: CallCase, operands: tuple[jax.Array, ...], got: Any, xla: Any) -> dict[str, jax.Array]:
+def _call_errors(case: Case, operands: tuple[jax.Array, ...], got: Any, xla: Any) -> dict[str, jax.Array]:
     """Returns each output's errors, `[2, 1, 1]`: of the judged one and of XLA's, by the rows of its last axis.
 
     The truth is `jax.nn` in float32.
     """
     widened = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in operands]
     with jax.default_matmul_precision("highest"):
-        true = impls.of_call(case, TRUTH).function(*widened)
+        true = impls.build(case, "truth").function(*widened)
 
     def error(found: jax.Array, want: jax.Array) -> jax.Array:
         if jnp.issubdtype(want.dtype, jnp.integer):
@@ -279,19 +289,24 @@ def _seen(shape: Shape, operands: Mapping[str, jax.Array], sequence: jax.Array) 
     if shape.kind == "window":
         seen &= query - key < shape.span
     if shape.kind == "documents":
-        ids = operands["segments"][sequence]
+        ids = operands["query_segment_ids"][sequence]
         seen &= ids[:, None] == ids[None, :]
     if shape.kind == "lengths":
-        seen &= key < operands["lengths"][sequence]
+        seen &= key < operands["key_value_seq_lengths"][sequence]
     return seen & operands["mask"][sequence, 0] if shape.kind == "mask" else seen
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A named program; `launch(k)` runs it on the k-th set of buffers and returns its outputs."""
+    """A named program; `launch(k)` runs it on the k-th set of buffers and returns its outputs.
+
+    By wall clock, `calls` are enqueued at once, and each takes its share. It may have `launches` of its own in a round.
+    """
 
     name: str
     launch: Callable[[int], Any]
+    calls: int = 1
+    launches: int | None = None
 
 
 @dataclasses.dataclass
@@ -354,7 +369,7 @@ class _Schedule:
         for r in range(self.rounds):
             first = r % len(self.variants)
             for variant in self.variants[first:] + self.variants[:first]:
-                yield from [(r, variant)] * self.launches
+                yield from [(r, variant)] * (variant.launches or self.launches)
 
     def empty(self) -> dict[str, Timing]:
         return {variant.name: Timing([[] for _ in range(self.rounds)]) for variant in self.variants}
@@ -412,7 +427,10 @@ def _measure_wall(schedule: _Schedule) -> dict[str, Timing]:
     for variant in schedule.variants:
         jax.block_until_ready(variant.launch(0))
     for k, (r, variant) in enumerate(schedule.slots()):
-        start = time.perf_counter()
-        jax.block_until_ready(variant.launch(k % schedule.buffers))
-        found[variant.name].rounds[r].append(1e6 * (time.perf_counter() - start))
+        out, start = None, time.perf_counter()
+        for _ in range(variant.calls):
+            out = None  # frees the results of the call before
+            out = variant.launch(k % schedule.buffers)
+        jax.block_until_ready(out)
+        found[variant.name].rounds[r].append(1e6 * (time.perf_counter() - start) / variant.calls)
     return found

@@ -16,7 +16,7 @@ import runpy
 import subprocess
 import sys
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -150,6 +150,17 @@ def speeds(pass_: str, programs: Mapping[str, Mapping[str, Any]], flops: float) 
     return found | {"programs": programs}
 
 
+def rate(entry: Record, flops: float) -> dict[str, Any]:
+    """Returns TFLOP/s by the best round."""
+    return {"tflop_per_s": round(flops / entry["min_us"] / 1e6, 1)}
+
+
+def beside_products(entry: Record, products: Record) -> dict[str, Any]:
+    """Returns the time as a multiple of that of the same process' products, by the best rounds."""
+    known = "min_us" in entry and "min_us" in products
+    return {"x_products": round(entry["min_us"] / products["min_us"], 4)} if known else {}
+
+
 class Run:
     """A result file; of a case, "run" says on which day it was measured, of which commit, and with what.
 
@@ -165,7 +176,7 @@ class Run:
         self.jax, self.seed = header["versions"].get("jax"), header.get("seed", 0)
         self.day, self.commit = header["timestamp"][:10], str(header["commit"])[:12]
         facts = {name: header[name] for name in ("commit", "device", "versions")}
-        facts["when"] = f"{self.day} {self.commit}"
+        facts |= {"when": f"{self.day} {self.commit}", "card": self.card}
         self.records: dict[str, dict[str, Any]] = {}
         for record in records:
             name = record["case"]["name"]
@@ -211,6 +222,16 @@ def attention_runs(folder: pathlib.Path = FOLDER, topic: str = "attention") -> l
         run.repeat = len(same)
         same += [run] if run.records else []
     return [run for setting in sorted(found, reverse=True) for run in found[setting]]
+
+
+def newest(
+    runs: Iterable[Run],
+    counts: Callable[[Record], bool] = lambda record: True,
+    key: Callable[[Record], Any] = lambda record: (record["run"]["card"], record["case"]["name"]),
+) -> dict[Any, Record]:
+    """The newest record of each card and case, of those that count."""
+    older_first = sorted(runs, key=lambda run: run.header["timestamp"])
+    return {key(record): record for run in older_first for record in run.records.values() if counts(record)}
 
 
 class Results:

@@ -1,4 +1,4 @@
-"""Compiles, checks and times cases, of rows and of attention; time is taken as `benchmarks.timing` says.
+"""Compiles, checks and times the cases of every topic; time is taken as `benchmarks.protocol` says.
 
 A backward of attention alone is timed as (value and vjp) less forward, which is all that some peers allow, for every
 implementation alike; ours also directly, from its residuals ("direct"). Operands of the table's cases of attention
@@ -35,18 +35,19 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks import impls, protocol, torch_peers
+from benchmarks import impls, linear, protocol, torch_peers
 from benchmarks import results as measured
 from benchmarks.attention_cases import AttentionCase
-from benchmarks.calls import CallCase
-from benchmarks.cases import PASSES, RowCase
-from benchmarks.impls import Declined, NotInstalled, Options, Program
+from benchmarks.cases import PASSES, Case
+from benchmarks.impls import Options, Program, caught
+from benchmarks.linear import LinearCase
+from benchmarks.protocol import AnyCase
 
-Case = RowCase | CallCase | AttentionCase
 _CALLS = 200  # of one small call in a round
 _LAUNCHES = 4  # of each program of attention in a round, and of a call with matrix products
 READ_BLOCKS = 32  # rows of the read probe for each that it writes
 _COLS = 8192  # int32 elements of a block of the copy kernel: 64 registers per thread
+FIRST_PARTS = ("trace_s", "lower_s", "compile_s")
 _COPIED_BYTES = 2**30  # that a copy moves and a read reads beside attention
 
 Entry = dict[str, Any]  # what a result file says of an implementation
@@ -68,33 +69,28 @@ class _Ready(NamedTuple):
 class Bench:
     """Measures the `chosen` cases as this machine can; holds the compiled programs."""
 
-    def __init__(self, options: Options, chosen: Sequence[Case]):
+    def __init__(self, options: Options, chosen: Sequence[AnyCase]):
         self.options, self.on_gpu = options, jax.default_backend() == "gpu"
-        self._graded = {_key(self._here(case)[0]) for case in chosen if case.pass_ != "fwd"}
-        self._programs: dict[tuple[Case, str], dict[str, _Ready] | Entry] = {}  # of an implementation, or why not
+        self._graded = {self._here(case)[0].key for case in chosen if case.pass_ != "fwd"}
+        self._programs: dict[tuple[AnyCase, str], dict[str, _Ready] | Entry] = {}  # of an implementation, or why not
         self._compiled: dict[tuple[Any, str, str], _Ready] = {}  # passes of attention have programs in common
         self._truths: dict[Any, Any] = {}
-        self._makers: dict[CallCase, Any] = {}  # compiled, of the operands
+        self._makers: dict[Any, Any] = {}  # compiled, of the operands
         self._held: tuple[Any, Any, Any] = (None, None, None)  # a key, its operands and the truth of them
 
-    def _here(self, case: Case) -> tuple[Case, dict[str, Any]]:
+    def _here(self, case: AnyCase) -> tuple[AnyCase, dict[str, Any]]:
         """The case as this machine measures it, and what a result file says of that."""
         return (case, {}) if self.on_gpu else case.shrunk()
 
-    def _impls(self, case: Case) -> Sequence[str]:
-        return self.options.of_case.get(case.name, self.options.impls)
-
-    def prepare(self, case: Case) -> None:
-        names = self._impls(case)
+    def prepare(self, case: AnyCase) -> None:
         case, _ = self._here(case)
         specs = jax.eval_shape(lambda: case.operands(1, 0))[0]
-        key = _key(case)
-        if key not in self._truths:
-            self._truths[key] = protocol.compiled_truth(case, specs, key in self._graded)
-        if isinstance(case, CallCase):
-            self._makers[case] = jax.jit(case.make).lower(jax.random.key(0)).compile()
+        if case.key not in self._truths:
+            self._truths[case.key] = protocol.compiled_truth(case, specs, case.key in self._graded)
+        if not isinstance(case, AttentionCase):
+            self._makers[case.key] = jax.jit(case.make).lower(jax.random.key(0)).compile()
         # XLA's result is a part of the truth of rows.
-        for name in dict.fromkeys((*["xla"] * (not isinstance(case, AttentionCase)), *names)):
+        for name in dict.fromkeys((*["xla"] * isinstance(case, Case), *self.options.impls)):
             entry: Entry = {}
             with caught(entry):
                 programs = impls.programs(case, name, self.options)
@@ -102,8 +98,8 @@ class Bench:
             if entry:  # what does not compile must not hide the others
                 self._programs[case, name] = entry
 
-    def _ready(self, case: Case, impl: str, name: str, program: Program, specs: Any) -> _Ready:
-        key = _key(case), impl, name
+    def _ready(self, case: AnyCase, impl: str, name: str, program: Program, specs: Any) -> _Ready:
+        key = case.key, impl, name
         if key not in self._compiled:
             prepare = lambda *operands: operands
             if program.prepare is not None:
@@ -115,48 +111,42 @@ class Bench:
             self._compiled[key] = _Ready(program, compiled, prepare, launched)
         return self._compiled[key]
 
-    def run(self, case: Case) -> dict[str, Any]:
+    def run(self, case: AnyCase) -> dict[str, Any]:
         here, small = self._here(case)
         buffers = case.buffers if self.on_gpu else 1
         operands, truths = self._made(here, buffers)
-        checked = {name: self._checked(here, name, operands, truths) for name in self._impls(case)}
+        checked = {name: self._checked(here, name, operands, truths) for name in self.options.impls}
         schedule = [variant for _, variants in checked.values() for variant in variants]
-        time_them = self._time_calls if case.pass_ == "call" else self._time
-        clock, timings, ceilings = time_them(here, schedule, buffers)
-        record = {"case": case.describe(), **small, **here.sizes(), "clock": clock, **ceilings}
+        clock, timings, ceilings = self._time(here, schedule, buffers)
+        record = {"case": case.describe(), **small, **here.sizes(), "clock": clock, **ceilings, "buffers": buffers}
         for entry, variants in checked.values():
             if variants:
-                mine = {variant.name.rpartition(":")[2]: timings[variant.name] for variant in variants}
-                if not isinstance(here, AttentionCase):
-                    entry |= _row_speeds(mine, record)
-                else:
-                    entry |= measured.speeds(case.pass_, {x: t.as_json() for x, t in mine.items()}, here.flops)
-                    if case.pass_ == "fwd":
-                        entry["tb_per_s"] = round(here.shape.least_bytes / entry["us"] / 1e6, 4)
+                times = {variant.name.rpartition(":")[2]: timings[variant.name].as_json() for variant in variants}
+                entry |= here.speeds(times, record)
         record["impls"] = {name: entry for name, (entry, _) in checked.items()}
-        if not isinstance(here, AttentionCase):
-            record["buffers"] = buffers
-        else:
+        if isinstance(here, AttentionCase):
             record |= {"nvjitlink": measured.loaded("libnvJitLink"), **measured.against_best(record)}
+        for entry in record["impls"].values():
+            entry |= measured.beside_products(entry, record["impls"].get("products", {}))
         return record
 
-    def _made(self, case: Case, buffers: int) -> tuple[Any, Any]:
+    def _made(self, case: AnyCase, buffers: int) -> tuple[Any, Any]:
         """The operands and the truth of a case, kept until those of another one are wanted."""
-        if self._held[0] != _key(case):
+        if self._held[0] != case.key:
             self._held = (None, None, None)  # frees the memory first
-            maker = (self._makers[case],) if isinstance(case, CallCase) else ()
-            operands, truth = case.operands(buffers, self.options.seed, *maker), self._truths[_key(case)]
-            if not isinstance(case, AttentionCase):
+            maker = [self._makers[case.key]] if case.key in self._makers else []
+            operands, truth = case.operands(buffers, self.options.seed, *maker), self._truths[case.key]
+            if isinstance(case, Case):
                 xla = self._programs[case, "xla"]
                 if "status" in xla:
                     raise RuntimeError(f"xla: {xla['reason']}")
                 found = truth, jax.block_until_ready(xla[case.pass_].bound(operands[:1])(0))
             else:
                 found = truth(*operands[0])
-            self._held = _key(case), operands, found
+            self._held = case.key, operands, found
         return self._held[1:]
 
-    def _checked(self, case: Case, name: str, operands: Any, truths: Any) -> tuple[Entry, list[protocol.Variant]]:
+    def _checked(self, case: AnyCase, name: str, operands: Any, truths: Any) -> tuple[Entry, list[protocol.Variant]]:
         """Checks an implementation before it is timed, and returns the programs to time if it is right."""
         found: Any = self._programs[case, name]
         if "status" in found:
@@ -166,16 +156,21 @@ class Bench:
         with caught(entry):
             for program, ready in found.items():
                 launch = ready.bound(operands)
-                if program != "loop":
-                    verdicts.append(protocol.judge(case, operands[0], jax.block_until_ready(launch(0)), truths))
-                variants.append(protocol.Variant(f"{name}:{program}", launch))
-            right = self._entry(case, name, measured.worst(verdicts).entry(), found)
+                out = jax.block_until_ready(launch(0))
+                if program != "loop" and name != "products":
+                    verdicts.append(protocol.judge(case, operands[0], out, truths))
+                calls = linear.CALLS if isinstance(case, LinearCase) else 1
+                launches = 1 if program == "loop" else None
+                variants.append(protocol.Variant(f"{name}:{program}", launch, calls, launches))
+            verdict = measured.worst(verdicts).entry() if verdicts else {}
+            right = self._entry(case, name, verdict, found)
             return right, variants if right["status"] == "ok" else []
         return entry, []
 
-    def _entry(self, case: Case, name: str, entry: Entry, found: dict[str, _Ready]) -> Entry:
-        """With what is known of the programs; those of rows that ours is compared with are right by definition."""
-        if name == "ours" and self.on_gpu and not isinstance(case, RowCase):
+    def _entry(self, case: AnyCase, name: str, entry: Entry, found: dict[str, _Ready]) -> Entry:
+        """With what is known of the programs; those that ours is compared with are right by definition."""
+        entry |= {"process": "jax"}
+        if name == "ours" and self.on_gpu and not (isinstance(case, Case) and case.source):
             texts = {program: ready.compiled.as_text() for program, ready in found.items()}
             entry["kernels"] = {name: text.count('custom_call_target="mosaic_gpu') for name, text in texts.items()}
         if not isinstance(case, AttentionCase):
@@ -183,33 +178,31 @@ class Bench:
                 entry = {key: value for key, value in entry.items() if key != "reason"} | {"status": "ok"}
             sizes = found[case.pass_].compiled.memory_analysis()
             entry |= {"temp_bytes": sizes.temp_size_in_bytes, "output_bytes": sizes.output_size_in_bytes}
-            return entry | {"process": "jax"} | dict(found[case.pass_].program.facts)
+            return entry | dict(found[case.pass_].program.facts)
         if name == "ours" and self.on_gpu and "standard" in case.tags and not all(entry["kernels"].values()):
             entry |= {"status": "failed", "reason": "no kernel took the call, and XLA must not be timed as ours"}
         return entry
 
-    def _time(self, case: Case, schedule: Sequence[protocol.Variant], buffers: int) -> tuple[str, Any, dict[str, Any]]:
+    def _time(self, case: AnyCase, schedule: Sequence[protocol.Variant], buffers: int) -> tuple[str, Any, Entry]:
         """Times implementations, and together with them a copy and for attention a large matrix product.
 
-        Beside rows, torch's copy comes once before and once after them; calls have nothing beside them.
+        Beside rows, torch's copy comes once before and once after them; other calls have nothing beside them. Small
+        calls, and losses of products, are timed by wall clock.
         """
+        by_device = self.on_gpu and case.pass_ != "call" and not isinstance(case, LinearCase)
         facts = {"buffers": buffers, "rounds": self.options.rounds}
-        if isinstance(case, CallCase):
-            launches = _LAUNCHES if case.function.has_products else protocol.launches_per_round(case.least_bytes)
-            launches = launches if self.on_gpu else 1
-            return *protocol.measure(schedule, device_clock=self.on_gpu, launches=launches, **facts), {"copy": None}
-        if isinstance(case, RowCase):
-            n, size = 0, case.copied_bytes
-            launches = protocol.launches_per_round(size) if self.on_gpu else 1
+        measure = functools.partial(protocol.measure, device_clock=by_device, launches=self._launches(case), **facts)
+        if isinstance(case, AttentionCase):
+            n, size = (8192, _COPIED_BYTES) if self.on_gpu else (64, 2**16)
+            beside, read_bytes = beside_attention(n, size)
+        elif isinstance(case, Case) and case.source and case.pass_ != "call":
+            n, size, read_bytes = 0, case.copied_bytes, 0
             beside = [copy_variant(size, buffers)]
         else:
-            n, size = (8192, _COPIED_BYTES) if self.on_gpu else (64, 2**16)
-            launches = _LAUNCHES if self.on_gpu or "cpu" in case.tags else 1
-            beside, read_bytes = beside_attention(n, size)
-        has_torch = self.on_gpu and isinstance(case, RowCase)
-        torch_copy = lambda: torch_copy_us(size, **facts) if has_torch else None
+            return *measure(schedule), {"copy": None}
+        torch_copy = lambda: torch_copy_us(size, **facts) if self.on_gpu and not n else None
         before = torch_copy()
-        clock, timings = protocol.measure([*schedule, *beside], device_clock=self.on_gpu, launches=launches, **facts)
+        clock, timings = measure([*schedule, *beside])
         copies = {name: (t.median, moved_bytes(size)) for name, t in timings.items() if name.startswith("copy:")}
         if known := [us for us in (before, torch_copy()) if us is not None]:
             copies["copy:torch"] = min(known), 8 * max(1, size // 8)
@@ -221,44 +214,38 @@ class Bench:
             ceilings["read"] = {"us": round(us, 3), "tb_per_s": round(read_bytes / us / 1e6, 4)}
         return clock, timings, ceilings
 
-    def _time_calls(self, case: Case, schedule: Sequence[protocol.Variant], buffers: int) -> tuple[str, Any, Any]:
-        """Times one small call on the host, and then in a loop, both by wall clock."""
-        timings = {}
-        for program, launches in (("call", _CALLS), ("loop", 1)):
-            mine = [variant for variant in schedule if variant.name.endswith(f":{program}")]
-            facts = {"buffers": buffers, "rounds": self.options.rounds, "launches": launches}
-            timings |= protocol.measure(mine, device_clock=False, **facts)[1]
-        return "wall", timings, {"copy": None}
+    def _launches(self, case: AnyCase) -> int:
+        """How many launches of each program a round has."""
+        if case.pass_ == "call":
+            return _CALLS
+        if isinstance(case, LinearCase):
+            return 1
+        if not (self.on_gpu or "cpu" in case.tags):
+            return 1
+        if isinstance(case, AttentionCase) or case.operation.has_products:
+            return _LAUNCHES
+        return protocol.launches_per_round(case.copied_bytes if case.source else case.least_bytes)
 
 
-def _key(case: Case) -> Any:
-    """Names the computation: passes of attention have programs in common."""
-    return case.shape if isinstance(case, AttentionCase) else case
+class Alone(NamedTuple):
+    """In the place of a `Bench`, for what is compiled as a part of its measurement."""
+
+    run: Callable[[Any], dict[str, Any]]
+
+    def prepare(self, case: Any) -> None:
+        pass
 
 
-def _row_speeds(timings: dict[str, protocol.Timing], record: dict[str, Any]) -> Entry:
-    taken, *rest = timings.values()
-    if rest:
-        return taken.as_json() | {"us_per_iteration": round(rest[0].median / impls.ITERATIONS, 4)}
-    speed = record["least_bytes"] / taken.median / 1e6
-    share = {"fraction_of_copy": round(speed / copy["tb_per_s"], 4)} if (copy := record["copy"]) else {}
-    return taken.as_json() | {"tb_per_s": round(speed, 4)} | share
+def bench_of(options: Options, chosen: Sequence[Any]) -> Bench | Alone:
+    """Makes what measures the cases: first calls and several devices have measurements of their own."""
+    if any("first" in case.tags for case in chosen):
+        return Alone(functools.partial(_first_call, options=options))
+    if any(hasattr(case, "record") for case in chosen):
+        return Alone(lambda case: case.record(options))
+    return Bench(options, chosen)
 
 
-@contextlib.contextmanager
-def caught(entry: dict[str, Any]) -> Iterator[None]:
-    try:
-        yield
-    except NotInstalled as reason:
-        entry |= {"status": "not installed", "reason": str(reason)}
-    except Declined as reason:
-        entry |= {"status": "declined", "reason": str(reason)}
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        entry |= {"status": "failed", "reason": text[:300]}
-
-
-def attempt(bench: Bench, case: Case, *, compiled: bool) -> dict[str, Any]:
+def attempt(bench: Bench | Alone, case: Any, *, compiled: bool) -> dict[str, Any]:
     """The record of a case, with the reason if it failed: out of memory in the truth, say. The other cases go on."""
     try:
         if not compiled:
@@ -268,19 +255,19 @@ def attempt(bench: Bench, case: Case, *, compiled: bool) -> dict[str, Any]:
         return _failed(case, f"{type(error).__name__}: {error}")
 
 
-def _failed(case: Case, reason: str) -> dict[str, Any]:
+def _failed(case: Any, reason: str) -> dict[str, Any]:
     return {"case": case.describe(), "impls": {}, "error": reason[:500]}
 
 
-def deal(chosen: Sequence[Case], processes: int) -> list[list[Case]]:
+def deal(chosen: Sequence[AnyCase], processes: int) -> list[list[AnyCase]]:
     """Shares of about as many calls each.
 
     The passes of a call of attention stay together, as they have programs in common, and so do a length and the one
     before it: the same pass of both in turn, as the one before heats the card.
     """
-    calls: dict[Any, list[Case]] = {}
+    calls: dict[Any, list[AnyCase]] = {}
     for case in chosen:
-        key = _key(case)
+        key = case.key
         if isinstance(case, AttentionCase):
             key = dataclasses.replace(case.shape, length=case.shape.length + case.shape.length % 2)
         calls.setdefault(key, []).append(case)
@@ -288,22 +275,32 @@ def deal(chosen: Sequence[Case], processes: int) -> list[list[Case]]:
     return [list(itertools.chain(*found[first::processes])) for first in range(min(processes, len(found)))]
 
 
-def one_by_one(chosen: Sequence[Case], options: Options, deadline: float) -> Iterator[dict[str, Any]]:
+def records(chosen: Sequence[Any], options: Options, processes: int, deadline: float) -> Iterator[dict[str, Any]]:
+    """Measures cases; `deadline` is the `time.monotonic()` after which no case starts."""
+    several = processes > 1 and options.impls
+    return in_processes(chosen, options, processes, deadline) if several else one_by_one(chosen, options, deadline)
+
+
+def one_by_one(chosen: Sequence[Any], options: Options, deadline: float) -> Iterator[dict[str, Any]]:
     """The record of each case, in this process; without times where torch's side alone measures."""
-    bench = Bench(options, chosen)
+    bench = bench_of(options, chosen)
     for case in itertools.takewhile(lambda _: time.monotonic() < deadline, chosen):
-        empty = {"case": case.describe(), "impls": {}, "clock": "cuda events", **case.sizes()}
-        yield attempt(bench, case, compiled=False) if options.impls else empty
+        if isinstance(bench, Bench) and not options.impls:
+            yield {"case": case.describe(), "impls": {}, "clock": "cuda events", **case.sizes()}
+        else:
+            yield attempt(bench, case, compiled=False)
 
 
-def in_processes(chosen: Sequence[Case], options: Options, processes: int, deadline: float) -> Iterator[dict[str, Any]]:
-    """The record of each case, as it is measured; `deadline` is the `time.monotonic()` after which no case starts.
+def in_processes(
+    chosen: Sequence[AnyCase], options: Options, processes: int, deadline: float
+) -> Iterator[dict[str, Any]]:
+    """The record of each case, as it is measured.
 
     The cases of a process that ends early are recorded as failed, and the other processes go on.
     """
     spawning, shares = multiprocessing.get_context("spawn"), deal(chosen, processes)
     compiled = spawning.Barrier(len(shares))
-    running: dict[Any, tuple[Any, list[Case]]] = {}
+    running: dict[Any, tuple[Any, list[AnyCase]]] = {}
     with tempfile.NamedTemporaryFile() as device:
         for share in shares:
             mine, theirs = spawning.Pipe(duplex=False)
@@ -329,9 +326,11 @@ def in_processes(chosen: Sequence[Case], options: Options, processes: int, deadl
                 yield record
 
 
-def _measure(pipe: Any, chosen: Sequence[Case], options: Options, compiled: Any, device: str, deadline: float) -> None:
+def _measure(
+    pipe: Any, chosen: Sequence[AnyCase], options: Options, compiled: Any, device: str, deadline: float
+) -> None:
     """Sends the records of a share; `device` is a file that a process has locked while it has the device."""
-    bench = Bench(options, chosen)
+    bench = bench_of(options, chosen)
     for case in chosen:
         bench.prepare(case)
     with contextlib.suppress(threading.BrokenBarrierError):
@@ -340,6 +339,48 @@ def _measure(pipe: Any, chosen: Sequence[Case], options: Options, compiled: Any,
     fcntl.flock(os.open(device, os.O_RDWR), fcntl.LOCK_EX)
     for case in itertools.takewhile(lambda _: time.monotonic() < deadline, chosen):
         pipe.send(attempt(bench, case, compiled=True))
+
+
+def _first_call(case: Case, options: Options) -> dict[str, Any]:
+    """Measures a call before its first result: seconds to trace, lower and compile it, by each implementation.
+
+    A call of another shape is traced and lowered first, so that modules are imported and MLIR's dialects loaded, and
+    then JAX's caches are cleared: what is left is what each new shape costs that a program meets. Nothing runs.
+    """
+    here, small = (case, {}) if jax.default_backend() == "gpu" else case.shrunk()
+    found = {name: _seconds(here, name, options) for name in options.impls}
+    return {"case": case.describe(), **small, "clock": "wall", "impls": found}
+
+
+def _seconds(case: Case, name: str, options: Options) -> dict[str, Any]:
+    entry: dict[str, Any] = {}
+    with caught(entry):
+        rounds = [_parts(case, name, options) for _ in range(options.rounds)]
+        medians = (round(statistics.median(times), 4) for times in zip(*rounds, strict=True))
+        return {"status": "ok", **dict(zip(FIRST_PARTS, medians, strict=True))}
+    return entry
+
+
+def _parts(case: Case, name: str, options: Options) -> tuple[float, ...]:
+    program, specs = _jitted(case, name, options)
+    larger = dataclasses.replace(case, shape=(2 * case.shape[0], *case.shape[1:]))
+    before, before_specs = _jitted(larger, name, options)
+    before.trace(*before_specs).lower()
+    jax.clear_caches()
+    moments = [time.perf_counter()]
+    traced = program.trace(*specs)
+    moments.append(time.perf_counter())
+    lowered = traced.lower()
+    moments.append(time.perf_counter())
+    lowered.compile()
+    moments.append(time.perf_counter())
+    return tuple(end - start for start, end in itertools.pairwise(moments))
+
+
+def _jitted(case: Case, name: str, options: Options) -> tuple[Any, Any]:
+    """A jitted function, and the shapes of its operands."""
+    specs = jax.eval_shape(lambda: case.operands(1, 0))[0]
+    return jax.jit(impls.programs(case, name, options)[case.pass_].function), specs
 
 
 class Peers:

@@ -1,7 +1,4 @@
-"""Calls on one GPU, and sharded over several of one host.
-
-    python -m benchmarks.scaling --json=benchmarks/results/h200/scaling.json
-    python -m benchmarks.scaling --case=attention_zigzag_gradient --devices=4
+"""Measures calls on one GPU, and sharded over several of one host.
 
 Efficiency is the time on one device, divided by the number of devices and by the time on all of them. Time is the wall
 clock of calls that are enqueued one after another, the least of several rounds, in which one device and all of them
@@ -18,23 +15,20 @@ import pathlib
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
-from benchmarks import results as measured
-from benchmarks.report import draw_bars, markdown
-from benchmarks.results import Record, Results, Run
+from benchmarks import cases, impls
+from benchmarks.impls import Options
 from jaxsoftmax._attention import sequence
 
-FLAGS = flags.FLAGS
 _SECONDS, _MOST_CALLS, _PROFILED_CALLS = 0.2, 20, 5  # of calls that are enqueued one after another
 _ROWS, _MANY_ROWS, _COLS, _TOP, _EMBEDDING = 8192, 32768, 128256, 64, 4096
 _LENGTH, _LONG, _HEADS, _KEY_HEADS, _DIM = 32768, 131072, 16, 4, 128
@@ -55,26 +49,51 @@ class Case:
     are `copies`, the mesh has an axis "data" of as many devices, and the batch as many times the rows, all alike.
     """
 
+    name: str
     call: Callable[..., Any]
     operands: Callable[[int], Arrays]
     specs: Mapping[str, P]
     rounds: Callable[[int], int] | None = None  # of the zigzag order, by the number of devices
     ring: bool = False
     copies: int = 1
+    tags: frozenset[str] = frozenset()
+    op = "scaling"
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "op": self.op, "tags": sorted(self.tags)}
+
+    def record(self, options: Options) -> dict[str, Any]:
+        shrunk = 1 if jax.default_backend() == "gpu" else _SHRUNK
+        return measure(self, options.devices, options.rounds, shrunk)
 
 
-def _logits(shrunk: int, *, rows: int = _ROWS) -> Arrays:
-    shape, keys = (rows // shrunk, _COLS // shrunk), jax.random.split(jax.random.key(0), 3)
-    x, t = (4 * jax.random.normal(key, shape, jnp.bfloat16) for key in keys[:2])
-    return {"x": x, "t": t, "labels": jax.random.randint(keys[2], shape[:1], 0, shape[1])}
+_LOSS, _MEAN = "softmax_cross_entropy_with_integer_labels", {"reduction": "mean"}
+# Calls of the registry by name: an operation, its pass and options, and the names of the operands.
+_CALLS: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "loss": (_LOSS, "fwd", _MEAN, "x labels"),
+    "loss_gradient": (_LOSS, "value_and_grad", {}, "x labels"),
+    "loss_weighted_gradient": (_LOSS, "value_and_grad", _MEAN, "x labels"),
+    "softmax": ("softmax", "fwd", {}, "x"),
+    "softmax_value_and_vjp": ("softmax", "value_and_vjp", {}, "x t"),
+    "top_k": ("top_k_softmax", "fwd", {"k": _TOP}, "x"),
+    "linear_loss": ("linear_cross_entropy", "fwd", _MEAN, "hidden weight labels"),
+    "linear_loss_gradient": ("linear_cross_entropy", "value_and_grad", _MEAN, "hidden weight labels"),
+}
 
 
-def _hidden_states(shrunk: int) -> Arrays:
-    rows, columns, embedding = _ROWS // shrunk, _COLS // shrunk, max(_EMBEDDING // shrunk, 64)
-    keys = jax.random.split(jax.random.key(0), 3)
-    hidden = jax.random.normal(keys[0], (rows, embedding), jnp.bfloat16)
-    weight = jax.random.normal(keys[1], (embedding, columns), jnp.bfloat16) / embedding**0.5
-    return {"hidden": hidden, "weight": weight, "labels": jax.random.randint(keys[2], (rows,), 0, columns)}
+def _of_registry(name: str, rows: int = _ROWS) -> tuple[Callable[[Arrays], Any], Callable[[int], Arrays]]:
+    """The call of a name, and what makes its operands."""
+    op, pass_, options, words = _CALLS[name]
+    names = words.split()
+    shape = (rows, _EMBEDDING, _COLS) if "hidden" in names else (rows, _COLS)
+    case = cases.Case(op, pass_, "bfloat16", shape, frozenset(), (*options.items(),))
+    function = impls.build(case, "ours").function
+
+    def make(shrunk: int) -> Arrays:
+        small = dataclasses.replace(case, shape=tuple(max(size // shrunk, 64) for size in shape))
+        return dict(zip(names, small.make(jax.random.key(0)), strict=True))
+
+    return lambda operands: function(*(operands[n] for n in names)), make
 
 
 def _attention(shrunk: int, *, length: int, documents: bool) -> Arrays:
@@ -142,7 +161,8 @@ def _gpt_loss(weights: Arrays, batch: Arrays) -> jax.Array:
         return x + feed_forward(x, w["norms"][None, 1:], w["up"], w["down"]), None
 
     x = outer["tokens"][batch["tokens"]] + outer["positions"][places % _GPT_POSITIONS][None]
-    return _of_hidden(norm(jax.lax.scan(block, x, weights)[0]), outer["head"], batch["labels"])
+    hidden = norm(jax.lax.scan(block, x, weights)[0])
+    return jaxsoftmax.linear_cross_entropy(hidden, outer["head"], batch["labels"], reduction="mean")
 
 
 def _gpt(operands: Arrays) -> tuple[jax.Array, Arrays]:
@@ -162,31 +182,6 @@ def _attend(gradient: bool, rules: Mapping[str, Any], operands: Arrays) -> Any:
     return out, *pull(operands["d_out"])
 
 
-def _value_and_vjp(function: Callable[..., Any], operands: Arrays) -> Any:
-    out, pull = jax.vjp(function, operands["x"])
-    return out, *pull(operands["t"])
-
-
-_loss = jaxsoftmax.softmax_cross_entropy_with_integer_labels
-_mean = lambda x, labels: _loss(x, labels).mean()
-_weighted = lambda x, labels: _loss(x, labels, weights=1 / labels.size).sum()
-_of_hidden = lambda hidden, weight, labels: jaxsoftmax.linear_cross_entropy(
-    hidden, weight, labels, weights=1 / labels.size
-).sum()
-_OF_HIDDEN: dict[str, Callable[[Arrays], Any]] = {
-    "linear_loss": lambda a: _of_hidden(**a),
-    "linear_loss_gradient": lambda a: jax.value_and_grad(_of_hidden, (0, 1))(a["hidden"], a["weight"], a["labels"]),
-}
-_OF_ROWS: dict[str, Callable[[Arrays], Any]] = {
-    "loss": lambda a: _mean(a["x"], a["labels"]),
-    "loss_gradient": lambda a: jax.value_and_grad(_mean)(a["x"], a["labels"]),
-    "loss_weighted_gradient": lambda a: jax.value_and_grad(_weighted)(a["x"], a["labels"]),
-    "softmax": lambda a: jaxsoftmax.softmax(a["x"]),
-    "softmax_value_and_vjp": functools.partial(_value_and_vjp, jaxsoftmax.softmax),
-    "top_k": lambda a: jaxsoftmax.top_k_softmax(a["x"], _TOP),
-}
-
-
 # In how many rounds sequences are dealt, by kind of call.
 _ROUNDS: dict[str, Callable[[int], int]] = {
     "zigzag": lambda devices: 1,
@@ -194,10 +189,7 @@ _ROUNDS: dict[str, Callable[[int], int]] = {
 }
 
 
-@functools.cache
-def cases() -> dict[str, Case]:
-    """Every case by its name."""
-    found = {}
+def _cases() -> Iterator[Case]:
     kinds = [(kind, _LENGTH, False) for kind in ("full", "causal", "zigzag", "packed")]
     kinds += [("zigzag", _LONG, False), ("zigzag", _LENGTH, True), ("packed", _LENGTH, True), ("zigzag", _LONG, True)]
     for (kind, length, ring), gradient in itertools.product(kinds, (False, True)):
@@ -207,23 +199,24 @@ def cases() -> dict[str, Case]:
         make = functools.partial(_attention, length=length, documents=kind == "packed")
         call = functools.partial(_attend, gradient, rules)
         name = f"attention_{kind}{f'_{length}' * (length != _LENGTH)}{'_ring' * ring}{'_gradient' * gradient}"
-        found[name] = Case(call, make, specs, _ROUNDS.get(kind), ring)
-    for name, call in _OF_ROWS.items():
-        found[f"{name}_columns"] = Case(call, _logits, {"x": P(None, "d"), "t": P(None, "d"), "labels": P()})
-        found[f"{name}_rows"] = Case(call, _logits, dict.fromkeys(("x", "t", "labels"), P("d")))
-    for name, call in _OF_HIDDEN.items():
-        found[f"{name}_columns"] = Case(call, _hidden_states, {"hidden": P(), "weight": P(None, "d"), "labels": P()})
-        found[f"{name}_rows"] = Case(call, _hidden_states, {"hidden": P("d"), "weight": P(), "labels": P("d")})
+        yield Case(name, call, make, specs, _ROUNDS.get(kind), ring)
+    by_columns = dict[str, P].fromkeys(("x", "t", "weight"), P(None, "d")) | {"hidden": P(), "labels": P()}
+    by_rows = dict[str, P].fromkeys(("x", "t", "hidden", "labels"), P("d")) | {"weight": P()}
+    for name in _CALLS:
+        call = _of_registry(name)
+        yield Case(f"{name}_columns", *call, by_columns)
+        yield Case(f"{name}_rows", *call, by_rows)
     for name in ("loss", "loss_gradient"):
-        specs = {"x": P(None, "d"), "t": P(None, "d"), "labels": P()}
-        found[f"{name}_{_MANY_ROWS}_columns"] = Case(_OF_ROWS[name], functools.partial(_logits, rows=_MANY_ROWS), specs)
+        yield Case(f"{name}_{_MANY_ROWS}_columns", *_of_registry(name, _MANY_ROWS), by_columns)
     rows = P("data", "d")
     specs = {"weights": P(), "positions": P("d")} | dict.fromkeys(("tokens", "labels", "segments"), rows)
     make_gpt = {kind: functools.partial(_gpt_operands, documents=kind == "packed") for kind in ("zigzag", "packed")}
     for kind, ring, copies in (("zigzag", False, 1), ("zigzag", True, 1), ("zigzag", False, 2), ("packed", False, 1)):
         name = f"gpt_{kind}_{_LONG}{'_ring' * ring}{f'_data_{copies}' * (copies > 1)}"
-        found[name] = Case(_gpt, make_gpt[kind], specs, _ROUNDS[kind], ring, copies)
-    return found
+        yield Case(name, _gpt, make_gpt[kind], specs, _ROUNDS[kind], ring, copies)
+
+
+TABLE = cases.Table(_cases, {})
 
 
 def _dealt(case: Case, x: jax.Array, devices: int, length: int | None) -> jax.Array:
@@ -310,11 +303,11 @@ def _seconds(program: Any, operands: Arrays, calls: int) -> float:
 @contextlib.contextmanager
 def _passed_round(ring: bool) -> Iterator[None]:
     """Attention that is traced within gets its keys in a ring if `ring`, and else gathers them."""
-    before, sequence.MOST_GATHERED = sequence.MOST_GATHERED, 0 if ring else 2**62
+    before, sequence.MAX_GATHERED_ELEMENTS = sequence.MAX_GATHERED_ELEMENTS, 0 if ring else 2**62
     try:
         yield
     finally:
-        sequence.MOST_GATHERED = before
+        sequence.MAX_GATHERED_ELEMENTS = before
 
 
 @functools.lru_cache(1)
@@ -324,9 +317,8 @@ def _on_one(call: Callable[..., Any], make: Callable[[int], Arrays], shrunk: int
     return whole, jax.jit(call).lower(whole).compile()
 
 
-def measure(name: str, devices: int, rounds: int, shrunk: int) -> Record:
+def measure(case: Case, devices: int, rounds: int, shrunk: int) -> dict[str, Any]:
     """A case on one device and on `devices`."""
-    case = cases()[name]
     sizes = (case.copies, devices // case.copies)
     mesh = jax.make_mesh(sizes, ("data", "d"), (AxisType.Auto,) * 2, devices=jax.devices()[:devices])
     whole, one = _on_one(case.call, case.operands, shrunk)
@@ -339,7 +331,7 @@ def measure(name: str, devices: int, rounds: int, shrunk: int) -> Record:
     alone, together = (1e6 * min(column) for column in zip(*times, strict=True))
     text, memory, memory_of_one = every.as_text() or "", every.memory_analysis(), one.memory_analysis()
     return {
-        "case": {"name": name, "op": "scaling", "tags": [], "devices": devices, "shrunk": shrunk},
+        "case": case.describe() | {"devices": devices, "shrunk": shrunk},
         "one_us": round(alone, 1),
         "us": round(together, 1),
         "efficiency": round(case.copies * alone / devices / together, 3),
@@ -350,83 +342,3 @@ def measure(name: str, devices: int, rounds: int, shrunk: int) -> Record:
         "operand_bytes": None if memory is None else memory.argument_size_in_bytes,
         **_profile(every, parts, min(calls, _PROFILED_CALLS)),
     }
-
-
-def line(record: Record) -> str:
-    """A record in one line."""
-    return (
-        f"{record['case']['name']:<34} {record['one_us']:10.1f} us on one, {record['us']:10.1f} on "
-        f"{record['case']['devices']}: {record['efficiency']:.3f}  difference {record['difference']:.1e}  "
-        f"{record['collectives']}"
-    )
-
-
-def _newest(runs: Sequence[Run]) -> dict[tuple[str, int, str], Record]:
-    """The newest record of each card, number of devices and case, in this order."""
-    found: dict[tuple[str, int, str], Record] = {}
-    for run in reversed(runs):
-        found |= {
-            (run.card, record["case"]["devices"], record["case"]["name"]): record for record in run.records.values()
-        }
-    return dict(sorted(found.items()))
-
-
-def _share(record: Record, name: str) -> str:
-    """A mean of the GPUs, in % of the time in which they are busy; nothing where no profile was taken."""
-    return f"{100 * np.mean(record[name]) / np.mean(record['busy_us']):.1f}" if "busy_us" in record else ""
-
-
-def table(results: Results) -> str:
-    """Every case that was measured, with columns for each card and number of devices."""
-    newest = _newest(measured.topic_runs("scaling", results.folder))
-    places = list(dict.fromkeys((card, devices) for card, devices, _ in newest))
-    rows = []
-    for name in sorted({name for *_, name in newest}):
-        found = [newest.get((*place, name)) for place in places]
-        facts = lambda r: [f"{r['one_us'] / 1e3:.4g}", f"{r['efficiency']:.2f}", _share(r, "alone_us")]
-        cells = [facts(record) if record else [""] * 3 for record in found]
-        last = next(record for record in reversed(found) if record)
-        exchanged = ", ".join(f"{n} {kind}" for kind, n in last["collectives"].items()) or "nothing"
-        rows.append([name, *itertools.chain(*cells), exchanged])
-    heads = [["one, ms", f"efficiency on {devices} {card}", "alone, %"] for card, devices in places]
-    return markdown(["call", *itertools.chain(*heads), "exchanges"], rows)
-
-
-def draw(pyplot: Any, runs: Sequence[Run]) -> Any:
-    """The efficiency of each case, with a bar for each number of devices."""
-    found = {(name, devices): record["efficiency"] for (_, devices, name), record in _newest(runs).items()}
-    names = [name for name in cases() if any(name == of for of, _ in found)]
-    counts = sorted({devices for _, devices in found})
-    figure, axes = pyplot.subplots(figsize=(8, 0.3 * len(names) + 1.5), layout="constrained")
-    series = {f"{devices} GPUs": [found.get((name, devices), 0.0) for name in names] for devices in counts}
-    draw_bars(axes, names, series)
-    axes.axvline(1, color="k", linestyle="--")
-    axes.set(xlabel="time on one GPU / number of GPUs / time on all", title="Efficiency of several GPUs")
-    axes.legend(fontsize=8)
-    return figure
-
-
-def main(_: Any) -> None:
-    known = list(cases())
-    chosen = FLAGS.case or known
-    if unknown := [name for name in chosen if name not in known]:
-        raise app.UsageError(f"--case: got {', '.join(unknown)}, wanted some of {', '.join(known)}.")
-    if len(jax.devices()) < FLAGS.devices:
-        raise app.UsageError(f"--devices: got {FLAGS.devices}, wanted at most the {len(jax.devices())} that there are.")
-    header = measured.header(commit=FLAGS.commit, seed=0, rounds=FLAGS.rounds) | {"topic": "scaling"}
-    shrunk = 1 if jax.default_backend() == "gpu" else _SHRUNK
-    records: list[Record] = []
-    for name in chosen:
-        records.append(measure(name, FLAGS.devices, FLAGS.rounds, shrunk))
-        print(line(records[-1]), flush=True)
-        if FLAGS.json:
-            measured.write(pathlib.Path(FLAGS.json), header, records)
-
-
-if __name__ == "__main__":
-    flags.DEFINE_list("case", [], "Names of cases; default: all.")
-    flags.DEFINE_integer("devices", 2, "Over how many devices the calls are sharded.", lower_bound=1)
-    flags.DEFINE_integer("rounds", 5, "Rounds, of which the best counts.", lower_bound=1)
-    flags.DEFINE_string("json", None, "The result file; written after every case.")
-    flags.DEFINE_string("commit", None, "The commit that is measured; default: ask git.")
-    app.run(main)

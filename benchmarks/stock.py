@@ -4,6 +4,7 @@ Options that `jax.nn` lacks are written in the way that XLA fuses best. Losses a
 """
 
 import functools
+import importlib
 import types
 from typing import Any
 
@@ -12,7 +13,27 @@ import jax.numpy as jnp
 
 import jaxsoftmax
 
-Axis = int | tuple[int, ...]
+
+class Declined(Exception):
+    """An implementation that does not take a case; the message is the reason."""
+
+
+class NotInstalled(Exception):
+    """An implementation is missing on this machine."""
+
+
+def load(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise NotInstalled(str(error)) from error
+
+
+class Some(types.SimpleNamespace):
+    """A library that has some of the functions, and declines the others."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise Declined(f"it has no {name}")
 
 
 def xla_loss(
@@ -145,5 +166,10 @@ LIBRARIES = {
     "ours_xla": _by("xla"),
     "ours_kernel": _by("mosaic_gpu"),
     "xla": STOCK,
-    "cudnn": types.SimpleNamespace(**_of_attention("cudnn")),
+    # Logits are cast to float32 where a loss in 16 bits will not do; the loss is then as accurate as ours.
+    "xla_f32": Some(
+        softmax_cross_entropy_with_integer_labels=lambda x, y, **options: xla_loss(x.astype(jnp.float32), y, **options)
+    ),
+    "cudnn": Some(**_of_attention("cudnn")),
+    "truth": TRUTH,
 }

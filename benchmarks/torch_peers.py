@@ -3,7 +3,7 @@
 `python -m benchmarks` starts `python -m benchmarks.torch_peers`, which never imports JAX: cases come as JSON lines on
 standard input, each answered by one line on standard output. The programs of a case interleave round-robin, ten
 launches to a pair of events (short ones as a CUDA graph, so that the host's pace does not count), with buffers rotated
-as on JAX's side. This process measures its own copy or matrix product, so that shares of it compare across processes.
+as on JAX's side. This process measures its own copy or products, so that shares of it compare across processes.
 For a loss, "value_and_grad" is the library's way with the fewest passes, so quack's kernel that writes the gradient of
 the sum; "value_and_grad_mean" is the mean loss and its gradient by autograd. torch.compile is given static shapes,
 afresh for each case. Attention is judged as `benchmarks.protocol` judges, and timed as on JAX's side.
@@ -30,6 +30,8 @@ _LIGER_OPTIONS = {"label_smoothing": "label_smoothing", "z_loss": "lse_square_sc
 _SOFTMAX = {"quack": ("quack.softmax", "softmax"), "liger": (_LIGER, "liger_softmax")}
 _GRAPHED_BYTES = 1 << 28
 _MATMUL_SIZE = 8192
+_LINEAR_BLOCK = 1024  # tokens whose logits are in memory for the check
+_LINEAR_ALLOWED = 0.01  # relative error of the mean loss
 _SIZES = ("batch", "queries", "length", "heads", "key_heads", "head_dim", "value_dim")
 
 Case = dict[str, Any]
@@ -52,10 +54,10 @@ def serve(measure: Callable[..., dict[str, Any]], names: Sequence[str], rounds: 
         print(json.dumps({"name": case["name"], **answer}), file=answers, flush=True)
 
 
-def measure(torch: Any, case: Case, names: Sequence[str], rounds: int, call_of: Any = None) -> dict[str, Any]:
-    """Checks and times a case: {"impls": an entry for each name, "copy" or "matmul": this process's own}."""
+def measure(torch: Any, case: Case, names: Sequence[str], rounds: int) -> dict[str, Any]:
+    """Checks and times a case: {"impls": an entry for each name, "copy" or another ceiling: this process's own}."""
     torch.manual_seed(0)
-    call_of = call_of or (AttentionCall if "kind" in case else RowCall)
+    call_of = AttentionCall if "kind" in case else LinearCall if case["op"] == "linear" else RowCall
     call = call_of(torch, case)
     impls, launches = {}, {}
     for name in names:
@@ -135,13 +137,27 @@ def copying(torch: Any, moved_bytes: int, buffers: int) -> Launch:
     return lambda k: targets[k].copy_(sources[k])
 
 
-class RowCall:
-    """A case of softmax or a loss, described as in result files, with bytes and buffers."""
+class Call:
+    """A case as it is described in result files: its operands, its peers, and a ceiling in this process."""
 
-    ceiling, refusals = "copy", (Exception,)
+    ceiling, buffers, refusals = "copy", 1, (Exception,)
 
     def __init__(self, torch: Any, case: Case):
-        self.torch, self.case, self.buffers = torch, case, case["buffers"]
+        self.torch, self.case = torch, case
+
+    def graphed(self, name: str) -> bool:
+        return False
+
+    def rate(self, probe: dict[str, Any]) -> dict[str, Any]:
+        return probe
+
+
+class RowCall(Call):
+    """A case of softmax or a loss, with bytes and buffers."""
+
+    def __init__(self, torch: Any, case: Case):
+        super().__init__(torch, case)
+        self.buffers = case["buffers"]
         self.operands = [_row_operands(torch, case) for _ in range(self.buffers)]
 
     def checked(self, name: str) -> tuple[dict[str, Any], dict[str, Launch]]:
@@ -165,14 +181,64 @@ class RowCall:
         return taken | {"tb_per_s": speed, "fraction_of_copy": round(speed / probe["tb_per_s"], 4)}
 
 
-class AttentionCall:
-    """A case of attention, described as in result files, with its flops and the lengths of its documents."""
+class LinearCall(Call):
+    """Takes a case of `benchmarks.linear`; the weight is `[vocabulary, embedding]`, as the peers have it."""
 
-    ceiling, buffers = "matmul", 1
+    ceiling, refusals = "products", (NotImplementedError, AssertionError)
+
+    def __init__(self, torch: Any, case: Case):
+        super().__init__(torch, case)
+        self.moving = case["moving"]
+        m, e, v = (case[name] for name in ("tokens", "embedding", "vocabulary"))
+        draw = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+        self.hidden, self.weight = draw((m, e)), draw((v, e)) * (3 / e**0.5)
+        self.labels = torch.randint(0, v, (m,), device="cuda")
+
+    def checked(self, name: str) -> tuple[dict[str, Any], dict[str, Launch]]:
+        loss = _linear_loss(name)
+        arrays = {n: getattr(self, n).detach().requires_grad_(n in self.moving) for n in ("hidden", "weight")}
+
+        def launch(_: int) -> Any:
+            value = loss(arrays["hidden"], arrays["weight"], self.labels)
+            return value, self.torch.autograd.grad(value, [arrays[n] for n in self.moving]) if self.moving else ()
+
+        true, found = self._mean_loss(), float(launch(0)[0])
+        verdict = measured.Verdict(abs(found - true) / true, 0.0, _LINEAR_ALLOWED, "mean loss", self.case["name"])
+        return verdict.entry(), {"": launch}
+
+    def _mean_loss(self) -> float:
+        total = 0.0
+        for start in range(0, len(self.labels), _LINEAR_BLOCK):
+            block = slice(start, start + _LINEAR_BLOCK)
+            logits = (self.hidden[block] @ self.weight.T).float()
+            total += float(self.torch.nn.functional.cross_entropy(logits, self.labels[block], reduction="none").sum())
+        return total / len(self.labels)
+
+    def probe(self) -> Launch:
+        """As many bare products, with the same results."""
+        h, w, count = self.hidden, self.weight, 1 + len(self.moving)
+        g = self.torch.randn((len(h), len(w)) if self.moving else (1, 1), device="cuda", dtype=h.dtype)
+        each = [lambda: h @ w.T, lambda: g @ w, lambda: g.T @ h]
+
+        def launch(_: int) -> None:
+            for product in each[:count]:  # no result is kept, as two would not fit beside JAX's process
+                product()
+
+        return launch
+
+    def speeds(self, times: Mapping[str, dict[str, Any]], probe: Mapping[str, Any]) -> dict[str, Any]:
+        (taken,) = times.values()
+        return taken | measured.rate(taken, self.case["flops"]) | measured.beside_products(taken, probe)
+
+
+class AttentionCall(Call):
+    """A case of attention, with its flops and the lengths of its documents."""
+
+    ceiling = "matmul"
     refusals = (AssertionError, NotImplementedError, TypeError, ValueError)
 
     def __init__(self, torch: Any, case: Case):
-        self.torch, self.case = torch, case | {"queries": case["queries"] or case["length"]}
+        super().__init__(torch, case | {"queries": case["queries"] or case["length"]})
         b, t, s, n, k, d, v = (self.case[name] for name in _SIZES)
         shapes = (b, t, n, d), (b, s, k, d), (b, s, k, v), (b, t, n, v)  # of query, key, value and the cotangent
         kind = {"device": "cuda", "dtype": getattr(torch, case["dtype"])}
@@ -310,6 +376,13 @@ def _to_numpy(torch: Any, tensor: Any) -> Any:
     if tensor.dtype == torch.bfloat16:
         return tensor.contiguous().view(torch.int16).cpu().numpy().view("bfloat16")
     return tensor.cpu().numpy()
+
+
+def _linear_loss(name: str) -> Callable[..., Any]:
+    """The mean loss of hidden states, a weight and labels."""
+    if name == "quack":
+        return importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    return importlib.import_module(_LIGER).liger_fused_linear_cross_entropy
 
 
 def _fa4(torch: Any, case: Case) -> tuple[Callable[..., Any], str]:

@@ -33,13 +33,15 @@ def _dot_product_attention(
     implementation: str | None = None,
     return_residual: bool = False,
     **given: Any,
-) -> Any:
-    """`jax.nn.dot_product_attention`, whose residual has no derivative."""
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Computes `jax.nn.dot_product_attention`, whose residual has no derivative."""
     if scale is not None and jnp.size(scale) != 1:
         raise NotImplementedError("a scale of several numbers multiplies the logits in jax.nn, and the query here")
     given |= {"scale": scale, "implementation": None if implementation == "cudnn" else implementation}
-    found = _attention.flash_attention(return_residual=return_residual, **given)
-    return (found[0], jax.lax.stop_gradient(found[1])) if return_residual else found
+    if not return_residual:
+        return _attention.flash_attention(**given)
+    out, lse = _attention.flash_attention(return_residual=True, **given)
+    return out, jax.lax.stop_gradient(lse)
 
 
 def _logmeanexp(
@@ -52,7 +54,7 @@ def _logmeanexp(
 
 
 def _flax_attention(*, mask: ArrayLike | None = None, **given: Any) -> jax.Array:
-    """Flax's `dot_product_attention`, whose mask may be numbers."""
+    """Computes Flax's `dot_product_attention`, whose mask may be numbers."""
     given["mask"] = None if mask is None else jnp.not_equal(mask, 0)
     return _attention.flash_attention(**{name: x for name, x in given.items() if x is not None})
 
@@ -60,7 +62,7 @@ def _flax_attention(*, mask: ArrayLike | None = None, **given: Any) -> jax.Array
 def _integer_labels(
     logits: ArrayLike, labels: ArrayLike, axis: int | Sequence[int] = -1, where: ArrayLike | None = None
 ) -> jax.Array:
-    """`optax.softmax_cross_entropy_with_integer_labels`, in which negative labels count from the end."""
+    """Computes `optax.softmax_cross_entropy_with_integer_labels`, in which negative labels count from the end."""
     x, y = jnp.asarray(logits), jnp.asarray(labels)
     if jnp.issubdtype(y.dtype, jnp.signedinteger):
         y = y.astype(jnp.promote_types(y.dtype, jnp.int32))
@@ -98,7 +100,7 @@ _ON = jax.make_user_context(None)
 
 
 class Calls(dict[str, int]):
-    """How many calls of each function ours have taken, by its name, as "jax.nn.softmax".
+    """Counts the calls of each function that ours have taken, by its name, as "jax.nn.softmax".
 
     Under `jax.jit` a function is called when it is traced: once for each shape, not once for each step.
 
@@ -151,7 +153,7 @@ class Calls(dict[str, int]):
 
 
 class _Here(threading.local):
-    """The counts of a thread's open blocks."""
+    """Holds the counts of a thread's open blocks."""
 
     def __init__(self) -> None:
         self.calls: list[Calls] = []
@@ -283,7 +285,7 @@ class _Substitute:
         self._name, self._ours, self._original = name, ours, original
         self._signature = inspect.signature(original)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if not _ON.value:
             return self._original(*args, **kwargs)
         refusal = None
@@ -305,7 +307,7 @@ class _Substitute:
                 calls.count(self._name, _caller(), refusal)
         return result
 
-    def _expected(self, bound: inspect.BoundArguments) -> Any:
+    def _expected(self, bound: inspect.BoundArguments) -> object:
         """Returns the shapes and dtypes of the original's results; its error, if it refuses the arguments."""
         given = bound.arguments
         if "module" in given:  # what is sown while this is traced would be of no use outside
@@ -315,18 +317,18 @@ class _Substitute:
         with _ON(False):
             return jax.eval_shape(lambda: self._original(*bound.args, **bound.kwargs))
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """A method, where a class holds it, as a function would be."""
+    def __get__(self, instance: object, owner: type | None = None) -> Function:
+        """Makes a method, where a class holds it, as a function would."""
         return self if instance is None else types.MethodType(self, instance)
 
     def __reduce__(self) -> tuple[Function, tuple[str]]:
-        """Pickled as the name, which gives the original wherever there is no patch."""
+        """Pickles the name, which gives the original wherever there is no patch."""
         module, _, attribute = self._name.rpartition(".")
         return pkgutil.resolve_name, (f"{module}:{attribute}",)
 
 
-def _like(result: Any, expected: Any) -> Any:
-    """The result in the dtypes that are expected."""
+def _like(result: object, expected: object) -> object:
+    """Converts the result to the dtypes that are expected."""
     shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in (result, expected)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"the result has the shape {shapes[0][0]}, and the original's {shapes[1][0]}")
@@ -342,13 +344,13 @@ _TO_ORIGINALS = {id(substitute): original for substitute, original in _SUBSTITUT
 
 
 def originals() -> dict[tuple[str, str], str]:
-    """The names of the functions that ours can replace, by the file and the name of their code."""
-    found = dict(_ORIGINALS)
-    for module, functions in _OF_LIBRARIES.items():
+    """Returns the names of the functions that ours can replace, by the file and the name of their code."""
+    functions = dict(_ORIGINALS)
+    for module, names in _OF_LIBRARIES.items():
         if module in sys.modules:
-            found |= {name: getattr(sys.modules[module], name.rpartition(".")[2]) for name in functions}
+            functions |= {name: getattr(sys.modules[module], name.rpartition(".")[2]) for name in names}
     by_code: dict[tuple[str, str], str] = {}
-    for name, function in found.items():
+    for name, function in functions.items():
         code = inspect.unwrap(function).__code__
         by_code.setdefault((code.co_filename, code.co_qualname), name)
     return by_code
@@ -367,7 +369,7 @@ def _caller() -> str:
 
 
 class _Importer(importlib.abc.MetaPathFinder):
-    """An import hook that redirects functions of libraries imported under a patch."""
+    """Redirects functions of libraries that are imported under a patch."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -433,11 +435,11 @@ def _put(
 ) -> None:
     """Sets an attribute of a module of JAX's, whatever it is, and restores that unless someone else sets it since."""
     held = getattr(module, attribute)
-    found = original if held is substitute else held  # someone else has put a substitute back
+    before = original if held is substitute else held  # someone else has put a substitute back
 
     def restore() -> None:
         if getattr(module, attribute) is substitute:
-            setattr(module, attribute, found)
+            setattr(module, attribute, before)
 
     undo.callback(restore)
     setattr(module, attribute, substitute)
@@ -449,8 +451,8 @@ def _redirect_all(module: types.ModuleType, undo: contextlib.ExitStack) -> None:
         _redirect(getattr(module, function.rpartition(".")[2]), function, ours, undo)
 
 
-def _forward(*args: Any, _to: Function, **kwargs: Any) -> Any:
-    """The new code of functions that are redirected."""
+def _forward(*args: object, _to: Function, **kwargs: object) -> object:
+    """Calls ours; this is the new code of functions that are redirected."""
     return _to(*args, **kwargs)
 
 

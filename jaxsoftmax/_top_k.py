@@ -31,11 +31,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax._core import checks, numbers, primitives, recorder, sharding
+from jaxsoftmax._core import axes, checks, lowering, numbers, recorder
 from jaxsoftmax._core.calls import public
 from jaxsoftmax._core.checks import ArrayLike, Implementation
 from jaxsoftmax._core.memory import in_device_memory
-from jaxsoftmax._core.primitives import batch_leading, checked, define, typed, zeros
+from jaxsoftmax._core.primitives import checked, define, map_leading, zeros
 from jaxsoftmax._core.sharding import Columns, all_gather, mesh_axes, mesh_of, spec_of, unify_shardings, unify_varying
 from jaxsoftmax._softmax import scaled
 from jaxsoftmax._softmax.primitives import bind
@@ -50,8 +50,8 @@ Normalize = Literal["all", "top_k"]
 Found = tuple[jax.Array, jax.Array]  # values and their places
 
 TOP_K = Primitive("softmax_top_k")
-SELECTS, COUNTS = "radix_select selects", "XLA counts ranks"  # what a recorder notes of a selection that sorts less
-_RESULTS: Sequence[sharding.Result] = ("top_k", "top_k", "reduced", "reduced", "top_k")
+COUNTS = "XLA counts ranks"  # noted by a recorder
+_RESULTS: Sequence[axes.Result] = ("top_k", "top_k", "reduced", "reduced", "top_k")
 
 
 @public
@@ -142,9 +142,15 @@ def _checked_k(k: int, n: Any, axis: int) -> int:
 
 def _avals(x: Any, *, k: int, normalizes: bool, **_: Any) -> list[Any]:
     """Returns the types of selected logits, their indices, the row's maximum and sum, and the probabilities."""
-    mesh, lead, rows, wide = x.sharding.mesh, spec_of(x)[:-1], x.shape[:-1], accumulator_dtype(x.dtype)
-    selected, number = functools.partial(typed, x, mesh, (*rows, k), (*lead, None)), typed(x, mesh, rows, lead, wide)
-    return [selected(wide), selected(jnp.int32), number, number, *([selected(x.dtype)] if normalizes else [])]
+    rows, wide = x.shape[:-1], accumulator_dtype(x.dtype)
+    dtypes = (wide, jnp.int32, wide, wide, x.dtype)[: 4 + normalizes]
+    shapes = [(*rows, k) if result == "top_k" else rows for result in _RESULTS]
+    return _signature(x, normalizes).types([x], dtypes, shapes[: 4 + normalizes])
+
+
+def _signature(x: Any, normalizes: bool) -> axes.Signature:
+    rank = len(x.shape)
+    return axes.over_rows(1, rank, (rank - 1,), _RESULTS[: 4 + normalizes])
 
 
 def lower(ctx: mlir.LoweringRuleContext, x: Any, *, normalizes: bool, by_kernel: bool = False, **params: Any) -> Any:
@@ -152,9 +158,9 @@ def lower(ctx: mlir.LoweringRuleContext, x: Any, *, normalizes: bool, by_kernel:
     avals: Sequence[Any] = ctx.avals_in
     params["by_kernel"] = by_kernel and params["implementation"] != "xla"
     whole, across = (functools.partial(f, normalizes=normalizes, **params) for f in (select, select_across))
-    op = sharding.RowOp((avals[0].ndim - 1,), _RESULTS[: 4 + normalizes], whole, across)
-    by_xla = functools.partial(primitives.lower, ctx, op, x)
-    return primitives.recorded(ctx, None, None, by_xla, x, **params) if recorder.is_open() else by_xla()
+    op = axes.sharded_rows(_signature(avals[0], normalizes), (avals[0].ndim - 1,), whole, across)
+    by_xla = functools.partial(lowering.lower, ctx, op, x)
+    return lowering.recorded(ctx, None, None, by_xla, x, **params) if recorder.is_open() else by_xla()
 
 
 def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, scale: float, **params: Any) -> tuple[Any, Any]:
@@ -192,7 +198,6 @@ def _pick(t: jax.Array, indices: jax.Array) -> jax.Array:
 
 _AT_ONCE = 1024  # elements of a row that one kernel orders
 _VECTOR = 8
-MOST_SORTED = 128  # by the kernel that selects them, which takes k^2 comparisons of a row
 # Costs, in reads of an element.
 _ORDER = 4.0  # to order an element
 _STATE = 4.0  # to write a chunk's state
@@ -238,24 +243,27 @@ def largest(keys: jax.Array, k: int, by_kernel: bool = False) -> Found:
     if (c := chunk_size(n, k)) < n:
         chunks = chunked(keys, c)
         return largest_in(chunks, chunks.max(-1), k, by_kernel)
-    if (places := _by_kernel(keys, k, sorts=True) if by_kernel and 0 < 2 * k <= n else None) is None:
+    if (places := _by_kernel(keys, k, ordered=True) if by_kernel else None) is None:
         return _lax_top_k(keys, k)
     return jnp.take_along_axis(keys, places, -1), places
 
 
-def _by_kernel(keys: jax.Array, k: int, *, sorts: bool) -> jax.Array | None:
-    """Returns the places of the `k` largest keys, in the row's order or theirs, or None where the kernel declines."""
+def _by_kernel(keys: jax.Array, k: int, *, ordered: bool) -> jax.Array | None:
+    """Returns the places of the `k` largest keys, in the row's order or theirs, or None where no kernel selects."""
     # Pallas takes longer to import than JAX itself, and only a lowering for CUDA needs it.
-    from pallas_kernels.softmax import radix_select
+    from pallas_kernels.top_k import dispatch
+    from pallas_kernels.top_k.radix_select import Problem
 
-    if radix_select.unsupported(keys, hardware.current()):
+    *rows, cols = keys.shape
+    decision = dispatch.decide(Problem(math.prod(rows), cols, k, keys.dtype, ordered), hardware.current())
+    recorder.consider(decision)
+    if decision.chosen is None:
         return None
     if recorder.is_open():
-        recorder.note(SELECTS)
-        return jnp.zeros((*keys.shape[:-1], k), jnp.int32)
-    if not sorts or k <= MOST_SORTED:
-        return radix_select.run(keys, k, sorts=sorts)
-    places = radix_select.run(keys, k)
+        return jnp.zeros((*rows, k), jnp.int32)
+    places = decision.run(keys)
+    if decision.config.sorts or not ordered:
+        return places
     _, at = _lax_top_k(jnp.take_along_axis(keys, places, -1), k)
     return jnp.take_along_axis(places, at, -1)
 
@@ -263,7 +271,7 @@ def _by_kernel(keys: jax.Array, k: int, *, sorts: bool) -> jax.Array | None:
 def largest_in(chunks: jax.Array, maxima: jax.Array, k: int, by_kernel: bool = False, scale: float = 1.0) -> Found:
     """Finds the `k` largest of `scale * chunks`, `[..., chunks, c]`, by the chunks' maxima, and their indices."""
     # In the row's order, so that equal candidates keep their order. For a stable sort XLA moves places, too.
-    if (chosen := _by_kernel(maxima, k, sorts=False) if by_kernel else None) is None:
+    if (chosen := _by_kernel(maxima, k, ordered=False) if by_kernel else None) is None:
         chosen = jnp.sort(largest(maxima, k, by_kernel)[1], -1, stable=False)
     candidates, c = jnp.take_along_axis(chunks, chosen[..., None], -2), chunks.shape[-1]
     keys = comparable(candidates.reshape(*candidates.shape[:-2], k * c), scale)
@@ -342,7 +350,8 @@ def select_across(columns: Columns, x: jax.Array, *, k: int, normalizes: bool, *
     values, indices, *stats = all_gather(names, *mine)
     values, indices = (jnp.moveaxis(part, 0, -2).reshape(*x.shape[:-1], -1) for part in (values, indices))
     # In the order of the columns, as ties need. XLA sorts 16-bit keys and their places as one word.
-    keys, at = largest(values.astype(x.dtype) if params["scale"] == 1.0 else values, k, params.get("by_kernel", False))
+    keys = comparable(values.astype(x.dtype) if params["scale"] == 1.0 else values)
+    keys, at = largest(keys, k, params.get("by_kernel", False))
     found = [keys.astype(values.dtype), jnp.take_along_axis(indices, at, -1), *merge_over(Stats(*stats), 0)]
     return _completed(found, normalizes, x.dtype)
 
@@ -458,7 +467,7 @@ def _reduce(
     return jax.lax.reduce(tuple(operands), tuple(neutral), step, (operands[0].ndim - 1,))
 
 
-define(TOP_K, _avals, functools.partial(batch_leading, TOP_K, lambda **_: [1]), states=(2, 3))
+define(TOP_K, _avals, functools.partial(map_leading, lambda **_: [1]), states=(2, 3))
 mlir.register_lowering(TOP_K, lower)
 mlir.register_lowering(TOP_K, functools.partial(lower, may_count=True, by_kernel=True), platform="cuda")
 ad.primitive_jvps[TOP_K] = _jvp

@@ -27,14 +27,10 @@ def main() -> None:
     if not colon:
         parser.error(f"got {given.program!r}, wanted MODULE:FUNCTION, as train:step of a file train.py.")
     sys.path.insert(0, "")
-    found = getattr(importlib.import_module(module), name)()
-    if not (
-        isinstance(found, tuple) and len(found) == 2 and callable(found[0]) and isinstance(found[1], (tuple, list))
-    ):
-        parser.error(
-            f"{given.program} returns a {type(found).__name__}, wanted a pair of a function and its arguments."
-        )
-    function, args = found
+    pair = getattr(importlib.import_module(module), name)()
+    if not (isinstance(pair, tuple) and len(pair) == 2 and callable(pair[0]) and isinstance(pair[1], (tuple, list))):
+        parser.error(f"{given.program} returns a {type(pair).__name__}, wanted a pair of a function and its arguments.")
+    function, args = pair
     print(explain(function, device=given.device, verbose=given.verbose)(*args))
 
 

@@ -103,8 +103,8 @@ def attention(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
 
 
 def _attention_forward(operands: Operands, rules: Rules) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
-    found = _run_attention(attention_problem.Op.FORWARD, rules, operands)
-    out, lse = reference.forward(_with_batch(operands), rules) if found is None else found
+    results = _run_attention(attention_problem.Op.FORWARD, rules, operands)
+    out, lse = reference.forward(_with_batch(operands), rules) if results is None else results
     return (out, lse), (operands, out, lse)
 
 
@@ -113,12 +113,12 @@ def _attention_backward(
 ) -> tuple[Operands]:
     operands, out, lse = residuals
     names = [name for name in DIFFERENTIABLE if name in operands.present]
-    found = _run_attention(attention_problem.Op.BACKWARD, rules, operands, out, lse, *cts)
-    if found is None:
+    arrays = _run_attention(attention_problem.Op.BACKWARD, rules, operands, out, lse, *cts)
+    if arrays is None:
         batched = _with_batch(operands)
         shapes = {name: getattr(batched, name).shape for name in names}
-        found = reference.backward(batched, rules, out, lse, *cts, shapes=shapes)
-    gradients = {name: x.reshape(getattr(operands, name).shape) for name, x in zip(names, found, strict=True)}
+        arrays = reference.backward(batched, rules, out, lse, *cts, shapes=shapes)
+    gradients = {name: x.reshape(getattr(operands, name).shape) for name, x in zip(names, arrays, strict=True)}
     return (Operands(*(gradients.get(name) for name in Operands._fields)),)
 
 
@@ -126,13 +126,15 @@ attention.defvjp(_attention_forward, _attention_backward)
 
 
 def _with_batch(operands: Operands) -> Operands:
-    """The operands as the references take them: each with a batch axis."""
+    """Gives each operand a batch axis, as the references take them."""
     shared = [name for name in operands.present if not OPERANDS[name].has_batch]
     return operands._replace(**{name: getattr(operands, name)[None] for name in shared})
 
 
-def _run_attention(op: attention_problem.Op, rules: Rules, operands: Operands, *rest: jax.Array) -> Any:
-    """The kernel's results, or None where no kernel takes the problem."""
+def _run_attention(
+    op: attention_problem.Op, rules: Rules, operands: Operands, *rest: jax.Array
+) -> tuple[jax.Array, ...] | None:
+    """Runs the kernel; None where no kernel takes the problem."""
     from pallas_kernels.attention import dispatch
 
     arrays = {name: getattr(operands, name) for name in operands.present}

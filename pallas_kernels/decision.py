@@ -1,14 +1,7 @@
-"""The dispatchers of rows and of attention share this: a kernel, a decision, and how a card's tuned figures are read.
-
-`tuned.json` has the figures of each card that are not the defaults, by their dotted names; a card that it does not have
-gets the defaults.
-"""
+"""The dispatchers of rows and of attention share this: a kernel, and a decision."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -16,8 +9,6 @@ import jax
 from pallas_kernels import hardware
 from pallas_kernels.hardware import Device
 
-TUNED = Path(__file__).with_name("tuned.json")  # written by `python -m benchmarks.tune --write`
-TOPICS = ("attention", "softmax")
 Declined = tuple[tuple[str, str], ...]  # (kernel, why it was not chosen), in the order of the kernels
 
 
@@ -78,7 +69,7 @@ def decision(
     invariant: str | None,
     bytes_moved: int | None = None,
 ) -> Decision:
-    """The decision for a kernel, with the best of its configs unless one is given.
+    """Makes the decision for a kernel, with the best of its configs unless one is given.
 
     `invariant` says what a config depends on if it may not depend on the batch.
     """
@@ -90,58 +81,3 @@ def decision(
         if invariant is not None:
             source += f"; batch invariant: {invariant}"
     return Decision(problem, device, chosen, config, f"{reason}; config {source}", declined, bytes_moved)
-
-
-def by_card[T](topic: str, default: T) -> dict[str, T]:
-    """Reads a topic's figures by card; `tuned.json` stores only overrides of the defaults."""
-    found = {}
-    for card, topics in json.loads(TUNED.read_text()).items():
-        try:
-            if unknown := [name for name in topics if name not in TOPICS]:
-                raise ValueError(f"got {unknown}, wanted some of {', '.join(TOPICS)}")
-            found[card] = replaced(default, topics.get(topic, {}))
-        except ValueError as error:
-            raise ValueError(f"{TUNED}: {card}: {error}") from None
-    return found
-
-
-def numbers(figures: Any) -> dict[str, float]:
-    """Lists the numbers among the figures; one in a mapping or a named tuple has a dotted name, "rates.64.step"."""
-    found = {}
-    for name, part in _parts(figures).items():
-        found |= {f"{name}.{rest}": number for rest, number in numbers(part).items()}
-        if isinstance(part, int | float):
-            found[name] = part
-    return found
-
-
-def replaced[T](figures: T, changes: Mapping[str, float]) -> T:
-    """The figures with other numbers, which have the types of those that they replace."""
-    known = numbers(figures)
-    for name, number in changes.items():
-        if name not in known:
-            raise ValueError(f"no figure has the name {name}")
-        if type(number) is not type(known[name]):
-            raise ValueError(f"{name} is {number!r}, wanted {type(known[name]).__name__}")
-        figures = _with(figures, name.split("."), number)
-    return figures
-
-
-def _parts(figures: Any) -> dict[str, Any]:
-    if dataclasses.is_dataclass(figures):
-        return vars(figures)
-    if isinstance(figures, Mapping):
-        return {str(name): part for name, part in figures.items()}
-    return figures._asdict() if hasattr(figures, "_asdict") else {}
-
-
-def _with(figures: Any, path: list[str], number: float) -> Any:
-    if not path:
-        return number
-    name, *rest = path
-    part = _with(_parts(figures)[name], rest, number)
-    if isinstance(figures, Mapping):
-        return MappingProxyType({**figures, int(name): part})
-    if hasattr(figures, "_replace"):
-        return figures._replace(**{name: part})
-    return dataclasses.replace(figures, **{name: part})

@@ -28,7 +28,7 @@ class Device:
 
     @property
     def card(self) -> str:
-        """Its name in tables of tuned figures: "H100"."""
+        """Its name in the table of rates: "H100"."""
         return self.name.removeprefix("NVIDIA ").split(" ")[0]
 
     @property
@@ -53,7 +53,7 @@ _RATES = {
 
 
 def supports_kernels(device: Device) -> str | None:
-    """Why Mosaic's Hopper kernels cannot run on `device`, or None when they can."""
+    """Says why Mosaic's Hopper kernels cannot run on `device`, or None when they can."""
     if device.compute_capability != "9.0":
         got = device.compute_capability
         return f"{device.name} has compute capability {got}; the kernels are compiled for 9.0 (Hopper)"

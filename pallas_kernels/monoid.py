@@ -44,17 +44,17 @@ def decay(frm: jax.Array, to: jax.Array, *, exp: Exp = jnp.exp, less: Less = ope
 
 
 def decay_to_finite(frm: jax.Array, to: jax.Array) -> jax.Array:
-    """`decay` to a maximum that is never -inf. Without a guard XLA's CPU compiler fuses it with a product and sum."""
+    """Computes `decay` to a maximum that is never -inf; without a guard, XLA's CPU compiler fuses it with the sum."""
     return jnp.exp(frm - to)
 
 
 def finite(maximum: jax.Array) -> jax.Array:
-    """`maximum`, or 0 where it is infinite: relative to it +inf adds +inf to a sum, and NaN adds NaN."""
+    """Returns `maximum`, or 0 where it is infinite: relative to 0, +inf adds +inf to a sum, and NaN adds NaN."""
     return jnp.where(jnp.isinf(maximum), jnp.zeros_like(maximum), maximum)
 
 
 def nan_or_infinite(maximum: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A state whose sum is relative to `finite(maximum)`, as other states are: of +inf the sum is NaN.
+    """Turns a sum relative to `finite(maximum)` into that of a state, which is NaN where the maximum is +inf.
 
     Devices' maximum of NaN and +inf may be +inf, as collectives compare. The sum then says that it is NaN.
     """
@@ -80,7 +80,7 @@ def scaled(state: Stats, unit: float, *, exp: Exp = jnp.exp) -> Stats:
 
 
 def _rest_of_product(x: jax.Array, factor: float, product: jax.Array) -> jax.Array:
-    """`factor * x - product` of a rounded product, by halves whose products are exact, contracted or not."""
+    """Returns `factor * x - product` of a rounded product, by halves whose products are exact, contracted or not."""
     dtype = np.dtype(x.dtype)
     words, low_bits = (np.int32, 12) if dtype.itemsize == 4 else (np.int64, 27)
     high = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, words) & words(-(1 << low_bits)), dtype)
@@ -111,19 +111,19 @@ def merge_over[S: tuple[jax.Array, ...]](
     axis: int,
     *,
     exp: Exp = jnp.exp,
-    spread: Callable[[jax.Array], jax.Array] | None = None,
+    like: Callable[[jax.Array], jax.Array] | None = None,
     maximum: jax.Array | None = None,
 ) -> S:
-    """Merges the states that lie along `axis`; `spread` gives a maximum the shape it was reduced from.
+    """Merges the states that lie along `axis`; `like` gives a maximum the shape it was reduced from.
 
     `maximum` is their largest one, where it is known.
     """
     m = state[0].max(axis) if maximum is None else maximum
-    weights = decay(state[0], spread(m) if spread else jnp.expand_dims(m, axis), exp=exp)
+    weights = decay(state[0], like(m) if like else jnp.expand_dims(m, axis), exp=exp)
     return _like(state, m, [(part * weights).sum(axis) for part in state[1:]])
 
 
-def _like(state: Any, maximum: jax.Array, sums: list[jax.Array]) -> Any:
+def _like(state: tuple[jax.Array, ...], maximum: jax.Array, sums: list[jax.Array]) -> Any:
     return getattr(type(state), "_make", tuple)([maximum, *sums])
 
 

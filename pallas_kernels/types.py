@@ -1,9 +1,12 @@
-"""The types of arrays: in which dtype sums are accumulated, and over which axes of a mesh arrays vary."""
+"""The types of numbers and arrays: in which dtype sums are accumulated, over which axes of a mesh arrays vary."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+Dim = Any  # of an array's shape: an int, or a symbolic dimension of `jax.export`, whose type is not public
+Index = jax.Array | int  # a number, known before the kernel runs or in it
 
 
 def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
@@ -11,7 +14,7 @@ def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(dtype if jnp.dtype(dtype).itemsize == 8 else jnp.float32)
 
 
-def varying_like(tree: Any, like: Any) -> Any:
+def varying_like[T](tree: T, like: Any) -> T:
     """Makes the arrays of `tree` vary over the mesh axes of `like` too.
 
     `shard_map` asks it of a primitive's operands, and of a loop's carry, whose body makes it vary.

@@ -165,11 +165,11 @@ def cross_entropy(
         loss = (1 - smoothing) * far[0] + far[1].sum(-1) + z_loss * lse**2
         terms = (1 - smoothing) * np.abs(far[0]) + np.abs(far[1]).sum(-1) + np.abs(z_loss) * lse**2
         w = np.where(skip, 0.0, np.where(exists, _widen(weights), np.nan))
-        tilt, of_q = 2 * z_loss * lse[..., None] if z_loss else 0.0, (1 - smoothing) * onehot + share
-        of_p, of_p_terms = (np.where(mask, factor * p, 0.0) for factor in (1 + tilt, 1 + np.abs(tilt)))
-        by_loss = w[..., None] * (of_p - of_q) * slope
+        tilt, q = 2 * z_loss * lse[..., None] if z_loss else 0.0, (1 - smoothing) * onehot + share
+        tilted_p, p_terms = (np.where(mask, factor * p, 0.0) for factor in (1 + tilt, 1 + np.abs(tilt)))
+        by_loss = w[..., None] * (tilted_p - q) * slope
         by_lse = _widen(of_lse)[..., None] * p * slope
-        sizes = (np.abs(w)[..., None] * (of_p_terms + of_q) + np.abs(_widen(of_lse)[..., None] * p)) * slope_terms
+        sizes = (np.abs(w)[..., None] * (p_terms + q) + np.abs(_widen(of_lse)[..., None] * p)) * slope_terms
         live = mask | onehot
         by_loss = np.where(~skip[..., None] & live, by_loss, 0.0)
         gradient = by_loss + np.where(mask & (_widen(of_lse)[..., None] != 0), by_lse, 0.0)
@@ -185,7 +185,7 @@ def cross_entropy_cotangent(
     x: ArrayLike,
     labels: ArrayLike,
     weights: ArrayLike,
-    of_p: ArrayLike,
+    prob_factor: ArrayLike,
     maximum: ArrayLike,
     total: ArrayLike,
     count: ArrayLike,
@@ -195,9 +195,11 @@ def cross_entropy_cotangent(
     soft_cap: float | None = None,
     smoothing: float = 0.0,
 ) -> tuple[Array, Array]:
-    """`of_p * p - weights * q` times the slope of `z`, for some columns of rows whose state is given; and its terms."""
+    """`prob_factor * p - weights * q` times the slope of `z`, and its terms, for some columns of known rows."""
     labels = np.asarray(labels)[:, None]
-    weights, of_p, maximum, total, count = (_widen(n)[:, None] for n in (weights, of_p, maximum, total, count))
+    weights, prob_factor, maximum, total, count = (
+        _widen(n)[:, None] for n in (weights, prob_factor, maximum, total, count)
+    )
     z, mask = _widen(x) * scale, np.broadcast_to(True if where is None else where, np.shape(x))
     with np.errstate(all="ignore"):
         slope = slope_terms = np.full(z.shape, scale)
@@ -208,7 +210,10 @@ def cross_entropy_cotangent(
         onehot = np.arange(z.shape[-1]) == labels
         q = (1 - smoothing) * onehot + np.where(mask, smoothing / count, 0.0)
         live = (labels >= 0) & (mask | onehot)
-        parts = (of_p * p - weights * q) * slope, (np.abs(of_p) * p + np.abs(weights) * q) * np.abs(slope_terms)
+        parts = (
+            (prob_factor * p - weights * q) * slope,
+            (np.abs(prob_factor) * p + np.abs(weights) * q) * np.abs(slope_terms),
+        )
     return np.where(live, parts[0], 0.0), np.where(live, parts[1], 0.0)
 
 

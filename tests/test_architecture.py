@@ -104,7 +104,7 @@ def test_the_foundations_know_nothing_of_what_stands_on_them():
 
 
 def test_topics_of_kernels_import_mosaic_and_no_other_topic():
-    topics = {"attention", "linear_cross_entropy", "mosaic", "softmax"}
+    topics = {"attention", "linear_cross_entropy", "mosaic", "softmax", "top_k"}
     for source in _sources("pallas_kernels"):
         own = source.split("/")[1]
         if own in topics:

@@ -39,7 +39,7 @@ RETIRED_WORDS = {
     "granule": "chunk",
     "rung": "kernel",
     "cut over": "sharded over",
-    "cuttable": "Partitionable",
+    "cuttable": "Sharded",
     "declines_any": "unsupported_reason",
     "take_ticket": "next_tile",
     "across_block": "block_gather",

@@ -1,17 +1,18 @@
 """Flash attention: the public function, which canonicalises, validates and binds."""
 
-from typing import Any, Literal, TypedDict, Unpack, get_args, overload
+from collections.abc import Callable, Sequence
+from typing import Literal, TypedDict, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
 
 from jaxsoftmax._attention import checks, sequence
-from jaxsoftmax._attention.checks import CausalAlignment
-from jaxsoftmax._attention.layout import unify_shardings
+from jaxsoftmax._attention.checks import CausalAlignment, FlaxModule
 from jaxsoftmax._attention.primitives import attend
+from jaxsoftmax._attention.sharding import unify_shardings
 from jaxsoftmax._core import checks as core_checks
 from jaxsoftmax._core.calls import public
-from jaxsoftmax._core.checks import ArrayLike, Implementation
+from jaxsoftmax._core.checks import ArrayLike, DTypeLike, Implementation, PrecisionLike
 from jaxsoftmax._core.memory import in_device_memory
 from pallas_kernels.attention import reference
 from pallas_kernels.attention.problem import Operands, Rules
@@ -36,19 +37,19 @@ class _Keywords(TypedDict, total=False):
     query_positions: ArrayLike | None
     key_value_positions: ArrayLike | None
     deterministic_gradients: bool
-    precision: Any
-    dtype: Any
+    precision: PrecisionLike
+    dtype: DTypeLike | None
     dropout_rate: float
     dropout_rng: jax.Array | None
     broadcast_dropout: bool
     deterministic: bool
-    module: Any
+    module: FlaxModule | None
     force_fp32_for_softmax: bool
-    qk_attn_weights_einsum: Any
-    attn_weights_value_einsum: Any
-    einsum_dot_general: Any
-    promote_dtype: Any
-    input_positions: Any
+    qk_attn_weights_einsum: object
+    attn_weights_value_einsum: object
+    einsum_dot_general: Callable[..., jax.Array] | None
+    promote_dtype: Callable[..., Sequence[ArrayLike]] | None
+    input_positions: object
 
 
 @overload
@@ -108,19 +109,19 @@ def flash_attention(
     query_positions: ArrayLike | None = None,
     key_value_positions: ArrayLike | None = None,
     deterministic_gradients: bool = False,
-    precision: Any = None,
-    dtype: Any = None,
+    precision: PrecisionLike = None,
+    dtype: DTypeLike | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
     broadcast_dropout: bool = True,
     deterministic: bool = False,
-    module: Any = None,
+    module: FlaxModule | None = None,
     force_fp32_for_softmax: bool = False,
-    qk_attn_weights_einsum: Any = None,
-    attn_weights_value_einsum: Any = None,
-    einsum_dot_general: Any = None,
-    promote_dtype: Any = None,
-    input_positions: Any = None,
+    qk_attn_weights_einsum: object = None,
+    attn_weights_value_einsum: object = None,
+    einsum_dot_general: Callable[..., jax.Array] | None = None,
+    promote_dtype: Callable[..., Sequence[ArrayLike]] | None = None,
+    input_positions: object = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes attention, `softmax(scale * query key^T + bias) value`, as `jax.nn.dot_product_attention` does.
 
@@ -238,7 +239,7 @@ def flash_attention(
     ((2, 5, 4, 8), (2, 5, 4))
     """
     checks.absent(input_positions, qk_attn_weights_einsum, attn_weights_value_einsum, einsum_dot_general)
-    q, k, v = checks.inputs(*checks.promoted(promote_dtype, query, key, value, dtype), dtype)
+    q, k, v = checks.inputs(checks.promoted(promote_dtype, (query, key, value), dtype), dtype)
     core_checks.choice(checks.NAME, "causal_alignment", causal_alignment, get_args(CausalAlignment))
     implementation = core_checks.implementation(checks.NAME, implementation)
     place, module = checks.by_place(is_causal, local_window_size), checks.sown_in(module, implementation)
@@ -294,10 +295,10 @@ def flash_attention(
 
 
 def _weights_in_memory(operands: Operands, rules: Rules, lse: jax.Array) -> jax.Array:
-    """The weights, before any are dropped, `[*batch, N, T, S]`."""
+    """Computes the weights, before any are dropped, `[*batch, N, T, S]`."""
     names = operands.present
-    whole = unify_shardings(names, [getattr(operands, name) for name in names], in_parts=False)
-    return _weights(Operands(**dict(zip(names, whole, strict=True))), rules, lse)
+    arrays = unify_shardings(names, [getattr(operands, name) for name in names], in_parts=False)
+    return _weights(Operands(**dict(zip(names, arrays, strict=True))), rules, lse)
 
 
 # As one program, of which debug_infs does not see the logits that a mask excludes.

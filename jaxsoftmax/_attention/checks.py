@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax._core import checks, numbers
 from jaxsoftmax._core.calls import public
+from jaxsoftmax._core.checks import ArrayLike, DTypeLike, is_real
 from jaxsoftmax._core.sharding import broadcast_spec, common_spec, reshard, settings_for, spec_of
 from pallas_kernels.attention.problem import OPERANDS, UNBOUNDED, Operands, leading
 from pallas_kernels.types import accumulator_dtype
@@ -23,17 +24,20 @@ CausalAlignment = Literal["top_left", "bottom_right"]
 NAME = "flash_attention"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
-Shape = tuple[Any, ...]
+Shape = tuple[int, ...]
 
 
-def inputs(query: Any, key: Any, value: Any, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+class FlaxModule(Protocol):
+    """Takes the weights that are sown."""
+
+    def sow(self, collection: str, name: str, value: jax.Array, /) -> object: ...
+
+
+def inputs(arrays: Sequence[object], dtype: DTypeLike | None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns query, key and value of one floating dtype and of shapes that fit."""
-    given = {name: _array(name, x) for name, x in (("query", query), ("key", key), ("value", value))}
+    given = {name: _array(name, x) for name, x in zip(("query", "key", "value"), arrays, strict=True)}
     if dtype is not None:
-        try:
-            wanted = repr(dtype) if isinstance(dtype, (jax.Array, np.ndarray)) else jnp.dtype(dtype).name
-        except (TypeError, ValueError):
-            wanted = repr(dtype)
+        wanted = checks.dtype_name(dtype)
         if wanted not in DTYPES:
             raise TypeError(f"{NAME}: dtype={wanted}, expected one of {', '.join(DTYPES)}.")
         given = {name: x.astype(dtype) for name, x in given.items()}
@@ -60,8 +64,8 @@ def inputs(query: Any, key: Any, value: Any, dtype: Any) -> tuple[jax.Array, jax
     return q, k, v
 
 
-def operands(given: Mapping[str, Any], q: jax.Array, k: jax.Array) -> dict[str, Any]:
-    """Returns the operands beside query, key and value, each by its check in `CHECKS`."""
+def operands(given: Mapping[str, object], q: jax.Array, k: jax.Array) -> dict[str, jax.Array]:
+    """Returns the operands beside query, key and value, each by its check in `CHECKS`, or by `_floats`."""
     given = {name: x for name, x in given.items() if x is not None}
     if "query_segments" in given:
         if "key_segments" not in given and q.shape[-3] != k.shape[-3]:
@@ -72,18 +76,18 @@ def operands(given: Mapping[str, Any], q: jax.Array, k: jax.Array) -> dict[str, 
         given = {"key_segments": given["query_segments"]} | given
     elif "key_segments" in given:
         raise ValueError(f"{NAME}: got key_value_segment_ids alone; pass query_segment_ids too.")
-    checked = {
-        name: check(OPERANDS[name].argument or name, given[name], q, k)
-        for name, check in CHECKS.items()
-        if name in given
-    }
+    checked: dict[str, jax.Array] = {}
+    for name in filter(given.__contains__, dict.fromkeys((*CHECKS, *OPERANDS))):
+        operand = OPERANDS[name]
+        check = CHECKS.get(name) or functools.partial(_floats, operand.axes)
+        checked[name] = check(operand.argument or name, given[name], q, k)
     if "query_segments" in checked:
         ids = checked["query_segments"], checked["key_segments"]
         checked["query_segments"], checked["key_segments"] = _narrow(*ids)
     return checked
 
 
-def _logits_like(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
+def _logits_like(name: str, x: object, q: jax.Array, k: jax.Array) -> jax.Array:
     """Returns a bias or mask with the rank of the logits, each extent 1 or the logits'."""
     want = (*q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
     array = _array(name, x)
@@ -99,7 +103,7 @@ def _logits_like(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
     return array.reshape(shape)
 
 
-def _bias(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
+def _bias(name: str, x: object, q: jax.Array, k: jax.Array) -> jax.Array:
     """Returns a bias of a floating dtype; integers become the dtype of accumulation."""
     array = _logits_like(name, x, q, k)
     if jnp.issubdtype(array.dtype, jnp.complexfloating) or array.dtype == jnp.bool_:
@@ -109,7 +113,7 @@ def _bias(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
     return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(accumulator_dtype(q.dtype))
 
 
-def _mask(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
+def _mask(name: str, x: object, q: jax.Array, k: jax.Array) -> jax.Array:
     """Makes a mask of booleans. A 0 hides a key in a mask of Flax, and shows it in one to add to the logits."""
     array = _logits_like(name, x, q, k)
     if array.dtype != jnp.bool_:
@@ -120,11 +124,11 @@ def _mask(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
     return array
 
 
-def _lengths(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
+def _lengths(name: str, x: object, q: jax.Array, k: jax.Array) -> jax.Array:
     return lengths(NAME, name, x, q.shape[:-3])
 
 
-def lengths(function: str, name: str, x: Any, batch: Shape) -> jax.Array:
+def lengths(function: str, name: str, x: object, batch: Shape) -> jax.Array:
     """Returns sequence lengths, one for each element of the batch, as int32."""
     array = integers(function, name, x)
     if not batch and array.shape == (1,):
@@ -134,16 +138,16 @@ def lengths(function: str, name: str, x: Any, batch: Shape) -> jax.Array:
     return clipped(array)
 
 
-def _segments(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
+def _segments(name: str, x: object, q: jax.Array, k: jax.Array) -> jax.Array:
     """Returns segment ids, one for each position of a query or a key."""
     array, shape = integers(NAME, name, x), (q if name == "query_segment_ids" else k).shape[:-2]
     if array.shape != shape:
         raise ValueError(f"{NAME}: {name} has shape {array.shape}, expected {shape}, a number for each position.")
-    return _kept_whole(name, array)
+    return _with_all_bits(name, array)
 
 
-def _positions(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
-    """Positions of queries or keys, clamped so that sums with a window do not overflow."""
+def _positions(name: str, x: object, q: jax.Array, k: jax.Array) -> jax.Array:
+    """Returns positions of queries or keys, clamped so that sums with a window do not overflow."""
     array, shape = integers(NAME, name, x), (q if name == "query_positions" else k).shape[:-2]
     own = array.shape[max(array.ndim - len(shape), 0) :]
     if (
@@ -159,32 +163,35 @@ def _positions(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
     return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
 
 
-def _sinks(name: str, x: Any, q: jax.Array, k: jax.Array) -> jax.Array:
-    """Returns a logit for each query head, in the dtype of accumulation."""
-    array, heads = _array(name, x), q.shape[-2]
-    if array.shape != (heads,) or not jnp.issubdtype(array.dtype, jnp.floating):
+def _floats(axes: str, name: str, x: object, q: jax.Array, k: jax.Array) -> jax.Array:
+    """Returns a float for each element of the axes, which all of the batch share, in the dtype of accumulation."""
+    array = _array(name, x)
+    extents = dict(zip("tnhsk", (*q.shape[-3:], *k.shape[-3:-1]), strict=True))
+    shape = tuple(extents[axis] for axis in axes)
+    if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(
-            f"{NAME}: {name} is {array.dtype} of shape {array.shape}, expected a float for each query head, of shape "
-            f"{(heads,)}."
+            f"{NAME}: {name} is {array.dtype} of shape {array.shape}, expected a float for each "
+            f"{' and '.join(_EACH[axis] for axis in axes)}, of shape {shape}."
         )
-    return array.astype(accumulator_dtype(q.dtype)).reshape((1,) * (q.ndim - 3) + (heads,))
+    return array.astype(accumulator_dtype(q.dtype)).reshape((1,) * (q.ndim - 3) + shape)
 
 
-# In the order in which they are checked.
-CHECKS: dict[str, Callable[[str, Any, jax.Array, jax.Array], jax.Array]] = {
+_EACH = {"t": "query", "s": "key", "n": "query head", "k": "key head", "h": "dimension of a head"}
+
+# In the order in which they are checked, those of the operands that are not `_floats` by their axes.
+CHECKS: dict[str, Callable[[str, object, jax.Array, jax.Array], jax.Array]] = {
     "query_lengths": _lengths,
     "key_lengths": _lengths,
     "query_segments": _segments,
     "key_segments": _segments,
     "query_positions": _positions,
     "key_positions": _positions,
-    "sinks": _sinks,
     "bias": _bias,
     "mask": _mask,
 }
 
 
-def _kept_whole(name: str, ids: Any) -> jax.Array:
+def _with_all_bits(name: str, ids: jax.Array | np.ndarray) -> jax.Array:
     """Converts ids to an array of JAX; raises if that has too few bits for them."""
     array = jnp.asarray(ids)
     if isinstance(ids, np.ndarray) and not np.array_equal(ids.astype(array.dtype), ids):
@@ -216,7 +223,7 @@ def _narrow(query_ids: jax.Array, key_ids: jax.Array) -> tuple[jax.Array, jax.Ar
     return ranks[..., :queries], ranks[..., queries:]
 
 
-def scaled(q: jax.Array, x: Any) -> tuple[jax.Array, float]:
+def scaled(q: jax.Array, x: ArrayLike | None) -> tuple[jax.Array, float]:
     """Returns the query and the logits' factor: a number as it is, anything else multiplied into the query, and 1."""
     if x is None:
         width = q.shape[-1]
@@ -244,13 +251,13 @@ def scaled(q: jax.Array, x: Any) -> tuple[jax.Array, float]:
     return numbers.times(q.astype(wide), factor).astype(q.dtype), 1.0
 
 
-def soft_cap(x: Any, q: jax.Array, function: str = NAME) -> tuple[float | None, dict[str, jax.Array]]:
-    """The soft cap as a constant, and as an operand if it is data."""
+def soft_cap(x: object, q: jax.Array, function: str = NAME) -> tuple[float | None, dict[str, jax.Array]]:
+    """Returns the soft cap as a constant, and as an operand if it is data."""
     if x is None:
         return None, {}
     wide = accumulator_dtype(q.dtype)
     if isinstance(x, jax.Array):
-        if x.ndim or not _is_real(x.dtype):
+        if x.ndim or not is_real(x.dtype):
             raise ValueError(f"{function}: logits_soft_cap is {jax.typeof(x)}, expected one positive number.")
         return None, {"cap": _for_all(x.astype(wide), q)}
     cap = _number("logits_soft_cap", x)
@@ -262,15 +269,15 @@ def soft_cap(x: Any, q: jax.Array, function: str = NAME) -> tuple[float | None, 
 
 
 def _for_all(x: jax.Array, q: jax.Array) -> jax.Array:
-    """An operand that is the same for the whole batch."""
+    """Makes an operand that is the same for the whole batch."""
     return jnp.expand_dims(x, range(q.ndim - 3))
 
 
-Side = int | None | jax.Array
+Side = int | jax.Array | None
 
 
 class ByPlace(NamedTuple):
-    """Which keys a query sees by its place: up to its own if the call is causal, and those within a window."""
+    """Says which keys a query sees by its place: up to its own if the call is causal, and those within a window."""
 
     is_causal: bool | jax.Array
     window: tuple[Side, Side]
@@ -281,7 +288,7 @@ class ByPlace(NamedTuple):
 
     @property
     def constant_window(self) -> tuple[int | None, int | None]:
-        """The window of a call in which nothing is data."""
+        """Returns the window of a call in which nothing is data."""
         left, right = (side if isinstance(side, int) and not self.is_data else None for side in self.window)
         return left, right
 
@@ -298,51 +305,47 @@ class ByPlace(NamedTuple):
         return {"window_sizes": _for_all(jnp.stack([before, after]), q)}
 
 
-def by_place(is_causal: Any, window: Any, function: str = NAME) -> ByPlace:
+def by_place(is_causal: object, window: object, function: str = NAME) -> ByPlace:
     """Returns the causal rule and the window, each a constant or data."""
-    found = ByPlace(_is_causal(function, is_causal), _window(function, window))
-    if (
-        found.is_data
-        or found.window == (None, None)
-        or numbers.is_constant(function, "local_window_size", found.window)
-    ):
-        return found
-    left, right = (None if side is None else jnp.int32(side) for side in found.window)
-    return found._replace(window=(left, right))
+    rule = ByPlace(_is_causal(function, is_causal), _window(function, window))
+    if rule.is_data or rule.window == (None, None) or numbers.is_constant(function, "local_window_size", rule.window):
+        return rule
+    left, right = (None if side is None else jnp.int32(side) for side in rule.window)
+    return rule._replace(window=(left, right))
 
 
-def _window(function: str, x: Any) -> tuple[Side, Side]:
+def _window(function: str, x: object) -> tuple[Side, Side]:
     """Returns the window left and right of a query; drops a bound that overflows int32 when added to an index."""
     if x is None:
         return None, None
     x = x.tolist() if isinstance(x, np.ndarray) else x
-    pair = isinstance(x, Sequence) or (isinstance(x, jax.Array) and x.shape == (2,))
-    sides = tuple(x) if pair else (x, x)
-    if len(sides) != 2 or not all(map(is_side, sides)):
+    sides = tuple(x) if isinstance(x, Sequence) or (isinstance(x, jax.Array) and x.shape == (2,)) else (x, x)
+    widths = [side for side in sides if is_side(side)]
+    if not len(sides) == len(widths) == 2:
         shown = jax.typeof(x) if isinstance(x, jax.Array) else repr(x)
         raise ValueError(
             f"{function}: local_window_size={shown}, expected a number of positions (0 or more), or a pair (left, "
             "right) of them, in which None is unbounded."
         )
-    left, right = map(_side, sides)
+    left, right = map(_side, widths)
     return left, right
 
 
-def is_side(x: Any) -> bool:
+def is_side(x: object) -> TypeGuard[int | jax.Array | None]:
     """Whether it is a width of a window to one side, which may be data."""
     if isinstance(x, jax.Array):
         return x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer)
     return x is None or (isinstance(x, (int, np.integer)) and not isinstance(x, bool) and bool(x >= 0))
 
 
-def _side(x: Any) -> Side:
+def _side(x: Side) -> Side:
     if isinstance(x, jax.Array):
         width = clipped(x, -1, UNBOUNDED)
         return jnp.where(width < 0, UNBOUNDED, width)
     return None if x is None or x >= UNBOUNDED else int(x)
 
 
-def _is_causal(function: str, x: Any) -> bool | jax.Array:
+def _is_causal(function: str, x: object) -> bool | jax.Array:
     """Returns a bool, or an array of one."""
     x = x[()] if isinstance(x, np.ndarray) and x.ndim == 0 else x
     if isinstance(x, (bool, int, np.bool_)):
@@ -356,15 +359,15 @@ def _is_causal(function: str, x: Any) -> bool | jax.Array:
 
 
 class Dropout(NamedTuple):
-    """Which weights to drop."""
+    """Says which weights to drop."""
 
     rng: jax.Array
-    rate: Any
+    rate: ArrayLike
     broadcast: bool
 
 
 def with_dropout(operands: Operands, dropout: Dropout | None) -> Operands:
-    """The operands with the weights that stay, drawn as Flax does: `[*batch, N, T, S]`, or 1 for those before T."""
+    """Adds the weights that stay, drawn as Flax does: `[*batch, N, T, S]`, or 1 for those before T."""
     if dropout is None:
         return operands
     lead = jnp.broadcast_shapes(*(leading(getattr(operands, name), name) for name in operands.present))
@@ -374,10 +377,10 @@ def with_dropout(operands: Operands, dropout: Dropout | None) -> Operands:
     return operands._replace(keep=jax.random.bernoulli(dropout.rng, 1.0 - dropout.rate, shape))
 
 
-def dropout(rng: jax.Array | None, rate: Any, broadcast: bool) -> Dropout | None:
+def dropout(rng: jax.Array | None, rate: ArrayLike, broadcast: bool) -> Dropout | None:
     """Says which weights to drop, or None for none."""
     number = _number("dropout_rate", rate)
-    if number is None and not (isinstance(rate, jax.Array) and rate.shape == () and _is_real(rate.dtype)):
+    if number is None and not (isinstance(rate, jax.Array) and rate.shape == () and is_real(rate.dtype)):
         raise TypeError(f"{NAME}: dropout_rate={rate!r}, expected a number, 0 <= dropout_rate < 1.")
     if number is not None:
         if not 0 <= number < 1:
@@ -395,8 +398,8 @@ def dropout(rng: jax.Array | None, rate: Any, broadcast: bool) -> Dropout | None
     return Dropout(rng, rate, broadcast)
 
 
-def mask_of_flax(mask: Any) -> Any:
-    """A mask as bool, which Flax makes of numbers: 1 where a key is seen, 0 elsewhere."""
+def mask_of_flax(mask: ArrayLike | None) -> ArrayLike | None:
+    """Makes a mask of booleans from one of Flax, which may be numbers: 1 where a key is seen, 0 elsewhere."""
     if mask is None or (array := _array("mask", mask)).dtype == jnp.bool_:
         return mask
     if not isinstance(array, Tracer) and array.is_fully_addressable:
@@ -409,7 +412,7 @@ def mask_of_flax(mask: Any) -> Any:
     return array != 0
 
 
-def sown_in(module: Any, implementation: str | None) -> Any:
+def sown_in(module: FlaxModule | None, implementation: str | None) -> FlaxModule | None:
     """Returns a Flax module, or None; raises for one beside a named kernel, as none has the weights in memory."""
     if module is not None and not callable(getattr(module, "sow", None)):
         raise TypeError(f"{NAME}: module={module!r}, expected a Flax module in which to sow the weights, or None.")
@@ -423,7 +426,10 @@ def sown_in(module: Any, implementation: str | None) -> Any:
 
 
 def absent(
-    input_positions: Any, qk_attn_weights_einsum: Any, attn_weights_value_einsum: Any, einsum_dot_general: Any
+    input_positions: object,
+    qk_attn_weights_einsum: object,
+    attn_weights_value_einsum: object,
+    einsum_dot_general: object,
 ) -> None:
     """Raises for arguments of Flax that attention in one kernel cannot honour."""
     if input_positions is not None:
@@ -445,19 +451,21 @@ def absent(
             )
 
 
-def promoted(promote_dtype: Any, query: Any, key: Any, value: Any, dtype: Any) -> tuple[Any, Any, Any]:
+def promoted(
+    promote_dtype: Callable[..., Sequence[ArrayLike]] | None, inputs: Sequence[ArrayLike], dtype: DTypeLike | None
+) -> Sequence[ArrayLike]:
     """Returns query, key and value as Flax's own function promotes them; raises if it is another."""
     if promote_dtype is None:
-        return query, key, value
+        return inputs
     if getattr(promote_dtype, "__module__", None) != "flax.nnx.nn.dtypes":
         raise NotImplementedError(
             f"{NAME}: promote_dtype was given, but no dtypes other than one for query, key and value go into a kernel. "
             "Convert them before the call, pass dtype=, or use flax.nnx.dot_product_attention."
         )
-    return promote_dtype((query, key, value), dtype=dtype)
+    return promote_dtype(inputs, dtype=dtype)
 
 
-def _number(name: str, x: Any) -> float | None:
+def _number(name: str, x: object) -> float | None:
     """Converts a Python or NumPy number to a float; None for anything else."""
     if isinstance(x, np.ndarray) and x.ndim == 0:
         x = x[()]
@@ -466,15 +474,11 @@ def _number(name: str, x: Any) -> float | None:
     return checks.as_float(NAME, name, x, "that no float holds, expected a smaller number.")
 
 
-def _is_real(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-
-
 _WORDS = {"no_array": ", expected an array of numbers.", "wanted": "an array of numbers", "on_key": ""}
 _array = functools.partial(checks.as_array, NAME, **_WORDS)
 
 
-def integers(function: str, name: str, x: Any) -> Any:
+def integers(function: str, name: str, x: object) -> jax.Array | np.ndarray:
     """Returns integers with all their bits."""
     array = checks.on_host(function, name, x, **_WORDS)
     if not jnp.issubdtype(array.dtype, jnp.integer):
@@ -482,7 +486,7 @@ def integers(function: str, name: str, x: Any) -> Any:
     return array
 
 
-def clipped(x: Any, low: int = -(2**31), high: int = 2**31 - 1) -> jax.Array:
+def clipped(x: jax.Array | np.ndarray, low: int = -(2**31), high: int = 2**31 - 1) -> jax.Array:
     """Returns integers of any width as int32, those beyond a bound as the bound."""
     own = jnp.iinfo(x.dtype)
     with settings_for(x):
@@ -491,7 +495,7 @@ def clipped(x: Any, low: int = -(2**31), high: int = 2**31 - 1) -> jax.Array:
         return jnp.asarray(x.astype(jnp.int32))
 
 
-def _shape(name: str, x: jax.Array, want: tuple[Any, ...], why: str) -> None:
+def _shape(name: str, x: jax.Array, want: tuple[int | str, ...], why: str) -> None:
     """Raises unless the shape is `want`, in which a name stands for any extent."""
     if x.ndim != len(want) or any(not isinstance(n, str) and n != got for n, got in zip(want, x.shape, strict=True)):
         shown = f"({', '.join(map(str, want))})"
@@ -547,5 +551,5 @@ def _within(most: int | None) -> Iterator[None]:
 
 
 def logits_memory_now() -> int | None:
-    """The bound for calls that are traced now."""
+    """Returns the bound for calls that are traced now."""
     return _LOGITS_MEMORY.value

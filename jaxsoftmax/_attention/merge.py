@@ -2,8 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -83,9 +82,9 @@ def merge_attention(
     weighted = map(operator.mul, counted, weights)
     total, out = (functools.reduce(operator.add, parts) for parts in (weights, weighted))
     total, out = (total, out) if axis_name is None else jax.lax.psum((total, out), axis_name)
-    unseen = (maximum == -jnp.inf) & ~jnp.isnan(total)  # devices' maximum may drop a NaN
-    total = jnp.where(unseen, 1.0, total)
-    lse = jnp.where(unseen, -jnp.inf, log_normalizer(Stats(*nan_or_infinite(maximum, total))))
+    is_empty = (maximum == -jnp.inf) & ~jnp.isnan(total)  # devices' maximum may drop a NaN
+    total = jnp.where(is_empty, 1.0, total)
+    lse = jnp.where(is_empty, -jnp.inf, log_normalizer(Stats(*nan_or_infinite(maximum, total))))
     return (out / total).astype(narrow), lse[..., 0]
 
 
@@ -97,7 +96,7 @@ def _checked(outs: list[ArrayLike], lses: list[ArrayLike]) -> tuple[list[jax.Arr
             "part as [out], [lse]."
         )
     arrays = [checks.as_array(_NAME, "outs", x) for x in outs]
-    numbers = [checks.floating(_NAME, "lses", x) for x in lses]
+    logsumexps = [checks.floating(_NAME, "lses", x) for x in lses]
     dtypes = {x.dtype for x in arrays}
     if len(dtypes) > 1 or arrays[0].dtype.name not in DTYPES:
         raise TypeError(
@@ -105,17 +104,17 @@ def _checked(outs: list[ArrayLike], lses: list[ArrayLike]) -> tuple[list[jax.Arr
             f"{', '.join(DTYPES)}."
         )
     shape = arrays[0].shape
-    for x, lse in zip(arrays, numbers, strict=True):
+    for x, lse in zip(arrays, logsumexps, strict=True):
         if not shape or x.shape != shape or lse.shape != shape[:-1]:
             raise ValueError(
                 f"{_NAME}: a part has an output of shape {x.shape} and a logsumexp of shape {lse.shape}, expected "
                 f"{shape or '(..., head_dim)'}, the first part's, and that without its last axis. Parts that lie along "
                 "another axis than the first are moved there by jnp.moveaxis."
             )
-    return arrays, numbers
+    return arrays, logsumexps
 
 
-def _parts(name: str, given: Any) -> list[ArrayLike]:
+def _parts(name: str, given: Iterable[ArrayLike] | jax.Array) -> list[ArrayLike]:
     try:
         return list(given)
     except TypeError:
@@ -125,7 +124,7 @@ def _parts(name: str, given: Any) -> list[ArrayLike]:
         ) from None
 
 
-def _check_axes(names: Any) -> None:
+def _check_axes(names: Hashable | None) -> None:
     """Raises unless these are names of axes that the call is mapped over."""
     for name in names if isinstance(names, tuple) else [] if names is None else [names]:
         try:

@@ -3,12 +3,11 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import SdyShardingRule
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.sharding import PartitionSpec as P
@@ -16,23 +15,16 @@ from jax.sharding import PartitionSpec as P
 from jaxsoftmax._attention import checks, sequence
 from jaxsoftmax._attention.primitives import attend
 from jaxsoftmax._core import checks as core_checks
+from jaxsoftmax._core.axes import Sharded, Signature, parse
 from jaxsoftmax._core.calls import public
 from jaxsoftmax._core.checks import ArrayLike, Implementation
+from jaxsoftmax._core.lowering import Plan, launch_kernel, lower, lower_plain, register
 from jaxsoftmax._core.memory import in_device_memory
-from jaxsoftmax._core.primitives import Plan, checked, define, lower, lower_plain, register, typed, zeros
+from jaxsoftmax._core.primitives import Mapped, checked, define, zeros
 from jaxsoftmax._core.sharding import (
-    Entry,
-    Shape,
-    Shard,
-    Spec,
-    common_spec,
     is_explicit,
-    mesh_axes,
-    mesh_of,
     on_mesh_of,
-    reshard,
     settings_for,
-    sharding_rule,
     spec_of,
     unify_varying,
 )
@@ -49,6 +41,12 @@ _AXES = {
     "heads_first": "(key heads, pages, page size, head_dim)",
     "pages_first": "(pages, page size, key heads, head_dim)",
 }
+# Sequences, queries, heads, key heads, head dimensions; pages and positions in them, entries of a table.
+_OPERANDS = {
+    "heads_first": ("*btnh", "kpzh", "kpzd", "*be", "*b", "1n"),
+    "pages_first": ("*btnh", "pzkh", "pzkd", "*be", "*b", "1n"),
+}
+_RESULTS = ("*btnd", "*bnt")
 
 
 class _Keywords(TypedDict, total=False):
@@ -172,7 +170,8 @@ def paged_attention(
     )
     extras = checks.operands({"sinks": sinks}, q, k)
     named = core_checks.implementation(_NAME, implementation)
-    arrays = unify_varying(*_unified(layout, q, k, v, tables, lengths, *extras.values()))
+    operands = q, k, v, tables, lengths, *extras.values()
+    arrays = unify_varying(*signature(layout, operands).unify(operands))
     if data or place.is_data:
         out, lse = by_gathering(*arrays, rules=rules, layout=layout, implementation=named, place=place, **data)
     else:
@@ -265,6 +264,9 @@ def by_gathering(
     **data: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Output and logsumexp, by attention to the pages that are gathered first; `rules` lack what is data."""
+    if q.ndim > 4:
+        run = functools.partial(by_gathering, rules=rules, layout=layout, implementation=implementation)
+        return jax.vmap(run, (0, None, None, 0, 0, *[None] * len(sinks)))(q, k, v, tables, lengths, *sinks)
     keys, values = (_gathered(pages, tables, lengths, layout) for pages in (k, v))
     data |= {"key_lengths": lengths} | ({"sinks": sinks[0]} if sinks else {})
     if place is not None and place.is_data:
@@ -278,7 +280,7 @@ def by_gathering(
 @functools.partial(jax.jit, static_argnames=("rules", "layout", "implementation"), inline=True)
 def _by_gathering(*operands: jax.Array, layout: PageLayout, **params: Any) -> list[jax.Array]:
     """Gathers in one program: eagerly, indices of pages would not know the devices of a mesh."""
-    return list(by_gathering(*_unified(layout, *operands, everywhere=True), layout=layout, **params))
+    return list(by_gathering(*signature(layout, operands).unify(operands, everywhere=True), layout=layout, **params))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,8 +305,8 @@ class Call:
             return Plan(((_NAME, f"takes heads in multiples of 8; they are {q.shape[-1]} and {v.shape[-1]} wide"),))
         pages_first = layout == "pages_first"
         size, heads = (k.shape[1], k.shape[2]) if pages_first else (k.shape[2], k.shape[0])
-        batch, length, query_heads, head_dim = q.shape
-        sizes = batch, query_heads, heads, length, tables.shape[1] * size, head_dim, v.shape[-1]
+        *sequences, length, query_heads, head_dim = q.shape
+        sizes = math.prod(sequences), query_heads, heads, length, tables.shape[-1] * size, head_dim, v.shape[-1]
         facts = {"page_size": size, "pages_first": pages_first, "sinks": len(avals) > 5, "key_lengths": True}
         problem = Attention(Op.FORWARD, *sizes, jnp.dtype(q.dtype), **facts, **rules.of_kernels)
         decision = dispatch.decide(problem, device, named=named is not None)
@@ -316,109 +318,49 @@ class Call:
             return lower_plain(functools.partial(by_gathering, **params), ctx, *operands)
         return lower(ctx, self._sharded(ctx, functools.partial(by_gathering, **params), **params), *operands)
 
-    def by_kernel(self, ctx: mlir.LoweringRuleContext, named: str | None, **params: Any) -> "_Paged":
-        return self._sharded(ctx, functools.partial(_run, self, named, **params), **params)
+    def on_one_device(self, named: str | None, plan: Plan | None, **params: Any) -> Callable[..., Any]:
+        return functools.partial(self._run, named, plan, **params)
 
-    def _sharded(self, ctx: mlir.LoweringRuleContext, run: Callable[..., Any], *, layout: PageLayout, **_: Any) -> Any:
-        return _Paged(layout, run)
+    def _run(self, named: str | None, plan: Plan | None, *operands: jax.Array, **params: Any) -> Any:
+        """Runs the kernel on one device's operands, or gathers where it does not take this shard."""
+        plan = plan or self.plan(operands, hardware.current(), named, **params).required_by(named)
+        if plan.decision is None:
+            return by_gathering(*operands, **params)
+        q, k, v, tables, lengths, *sinks = operands
+        sequences = lengths.shape
+        numbers = [x.reshape(-1) for x in (lengths, *sinks)]
+        flat = lambda x: x.reshape(-1, *x.shape[len(sequences) :])
+        out = launch_kernel(flat(q), k, v, *numbers, flat(tables), decision=plan.decision)
+        return [x.reshape(*sequences, *x.shape[1:]) for x in out]
 
+    def sharded(self, ctx: mlir.LoweringRuleContext, named: str | None, **params: Any) -> Sharded:
+        return self._sharded(ctx, self.on_one_device(named, None, **params), **params)
 
-def _run(call: Call, named: str | None, *operands: jax.Array, **params: Any) -> Any:
-    """Runs the kernel on one device's operands, or gathers where it does not take this shard."""
-    chosen = call.plan(operands, hardware.current(), named, **params).required_by(named)
-    if chosen.decision is None:
-        return by_gathering(*operands, **params)
-    q, k, v, tables, lengths, *sinks = operands
-    return chosen.launch(q, k, v, lengths, *(x.reshape(-1) for x in sinks), tables)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Paged:
-    """The call to be sharded by sequences and heads."""
-
-    layout: PageLayout
-    run: Callable[..., Any]
-
-    def whole(self, *operands: jax.Array) -> list[jax.Array]:
-        """Runs everything on one device."""
-        return list(self.run(*operands))
-
-    def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
-        """Returns one device's part: heads stay sharded where each device has whole groups."""
-        batch, heads = _sharded_axes(shapes, specs, sizes, self.layout)
-        return Shard(*_specs(self.layout, batch, heads, heads, len(shapes)), self.whole)
-
-    def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
-        """Returns a factor for the sequences and one for the heads."""
-        same = shapes[0][2] == shapes[1][2 if self.layout == "pages_first" else 0]
-        ins, outs = _specs(self.layout, "batch", "heads", "heads" if same else "key_heads", len(shapes))
-        return sharding_rule(ins, outs)
-
-    def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
-        """Whether only the sequences are sharded."""
-        batch = pieces[0][0]
-        ins = [(batch, 1, 1, 1), (1,) * 4, (1,) * 4, (batch, 1), (batch,), (1, 1)]
-        return list(map(tuple, pieces)) == ins[: len(pieces)]
+    def _sharded(
+        self, ctx: mlir.LoweringRuleContext, run: Callable[..., Any], *, layout: PageLayout, **_: Any
+    ) -> Sharded:
+        return Sharded(signature(layout, ctx.avals_in), lambda _, *operands: run(*operands))
 
 
-def _specs(layout: PageLayout, batch: Entry, heads: Entry, key_heads: Entry, count: int) -> tuple[list[P], list[P]]:
-    """Returns the partitions of `count` operands and of the results, for those of sequences and heads."""
-    pages = P(None, None, key_heads, None) if layout == "pages_first" else P(key_heads, None, None, None)
-    ins = [P(batch, None, heads, None), pages, pages, P(batch, None), P(batch), P(None, heads)]
-    return ins[:count], [P(batch, None, heads, None), P(batch, heads, None)]
-
-
-def _sharded_axes(
-    shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int], layout: PageLayout
-) -> tuple[Entry, Entry]:
-    """How sequences and heads are sharded: by the first operand that is, heads where each device has whole groups."""
-    query, *pages, tables, lengths = specs[:5]
-    at = 2 if layout == "pages_first" else 0
-    of_batch = [(query[0], query[2]), (tables[0], None), (lengths[0], None)]
-    of_heads = [(None, spec[at]) for spec in pages] + [(None, spec[-1]) for spec in specs[5:]]
-    batch, heads = common_spec(of_batch + of_heads)
-    parts = math.prod(sizes[name] for name in mesh_axes(heads))
-    return batch, heads if shapes[1][at] % parts == 0 else None
-
-
-def _unified(layout: PageLayout, *arrays: jax.Array, everywhere: bool = False) -> list[jax.Array]:
-    """The arrays, resharded alike where their types have shardings; `everywhere` those too whose types have no mesh."""
-    avals = [jax.typeof(x) for x in arrays]
-    if not is_explicit(avals):
-        return list(arrays)
-    mesh = mesh_of(avals)
-    batch, heads = _sharded_axes([a.shape for a in avals], [spec_of(a) for a in avals], mesh.shape, layout)
-    specs, _ = _specs(layout, batch, heads, heads, len(arrays))
-    return [reshard(x, spec, mesh if everywhere else None) for x, spec in zip(arrays, specs, strict=True)]
+def signature(layout: PageLayout, operands: Sequence[Any]) -> Signature:
+    """Returns the axes of operands: devices share sequences, and heads where each has whole groups."""
+    lead = len(operands[0].shape) - 3
+    of_operands, results = (
+        tuple(parse(text, lead) for text in texts) for texts in (_OPERANDS[layout][: len(operands)], _RESULTS)
+    )
+    sequences = parse("*b", lead)
+    return Signature(of_operands, results, (*sequences, "n", "k"), independent=sequences, groups=(("n", "k"),))
 
 
 def _avals(*avals: Any, layout: PageLayout, **_: Any) -> list[Any]:
-    query, _, value = avals[:3]
-    mesh, (batch, length, heads, _) = mesh_of(avals), query.shape
-    axes = _sharded_axes([a.shape for a in avals], [spec_of(a) for a in avals], mesh.shape, layout)
-    out, lse = P(axes[0], None, axes[1], None), P(*axes, None)
-    return [
-        typed(query, mesh, (batch, length, heads, value.shape[-1]), out, query.dtype),
-        typed(query, mesh, (batch, heads, length), lse, accumulator_dtype(query.dtype)),
-    ]
+    dtype = avals[0].dtype
+    return signature(layout, avals).types(avals, (dtype, accumulator_dtype(dtype)))
 
 
-def _batch(_: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> tuple[Any, Any]:
-    """Maps a call: a mapped axis joins the sequences, unless pages or sinks are mapped, which are gathered."""
-    mapped = [d is not None for d in dims]
-    if not any(mapped):
-        return PAGED.bind(*operands, **params), [None, None]
-    if any(mapped[1:3]) or any(mapped[5:]) or is_explicit([jax.typeof(x) for x in operands]):
-        return jax.vmap(functools.partial(by_gathering, **params), tuple(dims))(*operands), [0, 0]
-    count = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
-
-    def joined(x: jax.Array, d: int | None) -> jax.Array:
-        x = jnp.broadcast_to(x, (count, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
-        return jax.lax.collapse(x, 0, 2)
-
-    arrays = [x if i in (1, 2) or i > 4 else joined(x, d) for i, (x, d) in enumerate(zip(operands, dims, strict=True))]
-    found = PAGED.bind(*unify_varying(*arrays), **params)
-    return [x.reshape(count, -1, *x.shape[1:]) for x in found], [0, 0]
+def _place(operands: Sequence[jax.Array], _: Any, **params: Any) -> Mapped:
+    """Places a mapped axis among those of the sequences, first; pages and sinks have none of them."""
+    places = [0 if axes.startswith("*b") else None for axes in _OPERANDS[params["layout"]]][: len(operands)]
+    return Mapped(places, (0,), params, range(len(operands)))
 
 
 def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
@@ -437,6 +379,6 @@ def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -
     return jax.jvp(compute, [primals[i] for i in moving], [tangents[i] for i in moving])
 
 
-define(PAGED, _avals, _batch, states=(1,))
+define(PAGED, _avals, _place, by_plain=by_gathering, states=(1,))
 register(PAGED, Call())
 ad.primitive_jvps[PAGED] = _jvp

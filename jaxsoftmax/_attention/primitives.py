@@ -25,21 +25,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from jaxsoftmax._attention.checks import NAME
-from jaxsoftmax._attention.layout import Heads, Shape, kernel_gradients, plan, sharding_of, unify_shardings
-from jaxsoftmax._core.primitives import (
-    Plan,
-    batch_leading,
-    checked,
-    define,
-    higher_jvp,
-    is_local,
-    lower,
-    lower_plain,
-    register,
-    saved,
-    typed,
-)
-from jaxsoftmax._core.sharding import is_explicit, mesh_of, unify_varying
+from jaxsoftmax._attention.layout import kernel_gradients, plan
+from jaxsoftmax._attention.sharding import ShardedAttention, signature, unify_shardings
+from jaxsoftmax._core.lowering import Plan, is_local, launch_kernel, lower, lower_plain, register
+from jaxsoftmax._core.primitives import checked, define, higher_jvp, map_leading, saved
+from jaxsoftmax._core.sharding import Shape, is_explicit, unify_varying
 from pallas_kernels import hardware
 from pallas_kernels.attention import reference
 from pallas_kernels.attention.problem import DIFFERENTIABLE, RANK, Op, Operands, Rules, leading, sum_to
@@ -49,18 +39,18 @@ from pallas_kernels.types import accumulator_dtype
 SAVED_NAMES = {"out": "flash_attention_out", "lse": "flash_attention_lse"}
 
 
-class Part(enum.StrEnum):
-    """The parts of an attention call, and the primitives that stand for them."""
+class Pass(enum.StrEnum):
+    """The passes of an attention call, and the primitives that stand for them."""
 
     FORWARD = "flash_attention"
     TANGENT = "flash_attention_tangent"
     GRADIENTS = "flash_attention_gradients"
 
 
-FORWARD, TANGENT, GRADIENTS = (Primitive(part.value) for part in Part)
+FORWARD, TANGENT, GRADIENTS = (Primitive(part.value) for part in Pass)
 RESIDUALS = Primitive("flash_attention_residuals")
 
-BY_PART = {Part.FORWARD: FORWARD, Part.TANGENT: TANGENT, Part.GRADIENTS: GRADIENTS}
+BY_PART = {Pass.FORWARD: FORWARD, Pass.TANGENT: TANGENT, Pass.GRADIENTS: GRADIENTS}
 
 
 def attend(operands: Operands, rules: Rules, implementation: str | None) -> tuple[jax.Array, jax.Array]:
@@ -76,18 +66,18 @@ def attend(operands: Operands, rules: Rules, implementation: str | None) -> tupl
     return checked(out), lse
 
 
-OPS = {Part.FORWARD: Op.FORWARD, Part.GRADIENTS: Op.BACKWARD}
+OPS = {Pass.FORWARD: Op.FORWARD, Pass.GRADIENTS: Op.BACKWARD}
 
 
-def kinds(part: Part, names: Sequence[str], moving: Sequence[str] = (), **_: Any) -> tuple[str, ...]:
+def kinds(part: Pass, names: Sequence[str], moving: Sequence[str] = (), **_: Any) -> tuple[str, ...]:
     """Names the kind of each operand of a primitive, as in `RANK`."""
-    extra = {Part.FORWARD: (), Part.TANGENT: ("out", "lse", *moving), Part.GRADIENTS: ("out", "lse", "out", "lse")}
+    extra = {Pass.FORWARD: (), Pass.TANGENT: ("out", "lse", *moving), Pass.GRADIENTS: ("out", "lse", "out", "lse")}
     return (*names, *extra[part])
 
 
 def leading_extents(names: Sequence[str], avals: Sequence[Any]) -> Shape:
     """Returns the common leading axes of all that gradients depend on; a cotangent may lack a mapped axis."""
-    return tuple(jnp.broadcast_shapes(*map(leading, avals, kinds(Part.GRADIENTS, names))))
+    return tuple(jnp.broadcast_shapes(*map(leading, avals, kinds(Pass.GRADIENTS, names))))
 
 
 def gradient_shapes(
@@ -118,19 +108,19 @@ def _gradients(*arrays: jax.Array, names: tuple[str, ...], rules: Rules, lse_cot
     return reference.backward(operands, rules, *arrays[len(names) :], shapes=shapes)
 
 
-REFERENCE: dict[Part, Callable[..., Any]] = {
-    Part.FORWARD: _forward,
-    Part.TANGENT: _tangent,
-    Part.GRADIENTS: _gradients,
+REFERENCE: dict[Pass, Callable[..., Any]] = {
+    Pass.FORWARD: _forward,
+    Pass.TANGENT: _tangent,
+    Pass.GRADIENTS: _gradients,
 }
 
 
 # Arrays of the size of the logits that a part has in memory at a time, if one tile is everything.
-_LOGITS_ARRAYS = {Part.FORWARD: 2, Part.TANGENT: 3, Part.GRADIENTS: 3}
+_LOGITS_ARRAYS = {Pass.FORWARD: 2, Pass.TANGENT: 3, Pass.GRADIENTS: 3}
 
 
 def tile_by_xla(
-    part: Part, names: Sequence[str], rules: Rules, avals: Sequence[Any], device: Device
+    part: Pass, names: Sequence[str], rules: Rules, avals: Sequence[Any], device: Device
 ) -> tuple[int, int] | None:
     """Says how many queries and keys XLA multiplies at a time on a GPU; None where a length is symbolic."""
     from pallas_kernels.attention import dispatch
@@ -143,7 +133,7 @@ def tile_by_xla(
     return dispatch.xla_tile(math.prod(heads) * _LOGITS_ARRAYS[part], *lengths, device, rules.logits_memory)
 
 
-def _on_gpu(part: Part, names: Sequence[str], rules: Rules, avals: Sequence[Any]) -> Rules:
+def _on_gpu(part: Pass, names: Sequence[str], rules: Rules, avals: Sequence[Any]) -> Rules:
     """The rules, with the tile by which XLA computes a call on a GPU."""
     return dataclasses.replace(rules, tile=tile_by_xla(part, names, rules, avals, hardware.current()))
 
@@ -152,7 +142,7 @@ def _on_gpu(part: Part, names: Sequence[str], rules: Rules, avals: Sequence[Any]
 class Call:
     """A part of an attention call, as `lowering` needs it."""
 
-    part: Part
+    part: Pass
 
     @property
     def has_kernel(self) -> bool:
@@ -166,7 +156,7 @@ class Call:
         names = params["names"]
         dtypes = {name: x.dtype for name, x in zip(names, avals, strict=False)}
         shapes = {name: tuple(x.shape) for name, x in zip(names, avals, strict=False)}
-        if self.part is Part.GRADIENTS:
+        if self.part is Pass.GRADIENTS:
             out = (*leading_extents(names, avals), *avals[-2].shape[-3:])
             shapes |= gradient_shapes(avals=avals, **params) | {"out": out}
         facts = {"bias_gradient": "bias" in params.get("wrt", ()), "lse_gradient": params.get("lse_cotangent", False)}
@@ -183,53 +173,57 @@ class Call:
             return lower(ctx, self._sharded(ctx, run, **params), *operands)
         return lower_plain(run, ctx, *operands)
 
-    def by_kernel(self, ctx: mlir.LoweringRuleContext, named: str | None, **params: Any) -> Heads:
+    def on_one_device(self, named: str | None, plan: Plan | None, **params: Any) -> Callable[..., Any]:
+        return functools.partial(self._run, named, plan, **params)
+
+    def _run(self, named: str | None, plan: Plan | None, *operands: jax.Array, **params: Any) -> Any:
+        """Runs a kernel on one device's operands, or the reference where no kernel takes this shard."""
+        part, names = self.part, params["names"]
+        plan = plan or self.plan(operands, hardware.current(), named, **params).required_by(named)
+        fold = plan.layout
+        if fold is None:
+            return REFERENCE[part](*operands, **params | {"rules": _on_gpu(part, names, params["rules"], operands)})
+        wanted = gradient_shapes(avals=operands, **params) if part is Pass.GRADIENTS else {}
+        # Operands that broadcast along a batch axis which their gradient keeps are broadcast before the kernel.
+        arrays = [
+            jnp.broadcast_to(x, wanted[name]) if name in wanted else x for name, x in zip(names, operands, strict=False)
+        ]
+        arrays += operands[len(names) :]
+        out = launch_kernel(*map(fold.to_kernel, kinds(part, **params), arrays), decision=plan.decision)
+        if part is Pass.FORWARD:
+            return tuple(map(fold.from_kernel, ("out", "lse"), out))
+        gradients = dict(zip(kernel_gradients(names, wanted), out, strict=True))
+        return tuple(sum_to(fold.from_kernel(name, gradients[name]), shape) for name, shape in wanted.items())
+
+    def sharded(self, ctx: mlir.LoweringRuleContext, named: str | None, **params: Any) -> ShardedAttention:
         """The call by a kernel, sharded by batch, heads and queries."""
-        return self._sharded(ctx, functools.partial(_run, self, named, **params), **params)
+        return self._sharded(ctx, self.on_one_device(named, None, **params), **params)
 
-    def _sharded(self, ctx: mlir.LoweringRuleContext, run: Callable[..., Any], **params: Any) -> Heads:
-        avals: Sequence[Any] = ctx.avals_out
-        results, kept = params.get("wrt", ("out", "lse")), params.get("kept", (None, None))
-        shapes, (names, rules) = tuple(tuple(aval.shape) for aval in avals), (params["names"], params["rules"])
-        return Heads(names, rules, kinds(self.part, **params), results, kept, shapes, run, self.has_kernel)
-
-
-def _run(call: Call, named: str | None, *operands: jax.Array, **params: Any) -> Any:
-    """Runs a kernel on one device's operands, or the reference where no kernel takes this shard."""
-    part, chosen = call.part, call.plan(operands, hardware.current(), named, **params).required_by(named)
-    fold = chosen.layout
-    if fold is None:
-        rules = _on_gpu(part, params["names"], params["rules"], operands)
-        return REFERENCE[part](*operands, **params | {"rules": rules})
-    names = params["names"]
-    wanted = gradient_shapes(avals=operands, **params) if part is Part.GRADIENTS else {}
-    # Operands that broadcast along a batch axis which their gradient keeps are broadcast before the kernel.
-    arrays = [
-        jnp.broadcast_to(x, wanted[name]) if name in wanted else x for name, x in zip(names, operands, strict=False)
-    ]
-    arrays += operands[len(names) :]
-    found = chosen.launch(*map(fold.to_kernel, kinds(part, **params), arrays))
-    if part is Part.FORWARD:
-        return tuple(map(fold.from_kernel, ("out", "lse"), found))
-    gradients = dict(zip(kernel_gradients(names, wanted), found, strict=True))
-    return tuple(sum_to(fold.from_kernel(name, gradients[name]), shape) for name, shape in wanted.items())
+    def _sharded(self, ctx: mlir.LoweringRuleContext, run: Callable[..., Any], **params: Any) -> ShardedAttention:
+        avals: Sequence[Any] = ctx.avals_in
+        outputs: Sequence[Any] = ctx.avals_out
+        results = params.get("wrt", ("out", "lse"))
+        return ShardedAttention(
+            signature=signature(kinds(self.part, **params), len(avals[0].shape) - RANK["query"], results),
+            compute=run,
+            result_shapes=tuple(tuple(aval.shape) for aval in outputs),
+            names=params["names"],
+            rules=params["rules"],
+            results=results,
+            by_blocks=self.has_kernel,
+        )
 
 
 def _kinds(primitive: Primitive, names: Sequence[str], **params: Any) -> tuple[str, ...]:
     """Names the kind of each operand of a primitive, as in `RANK`."""
-    return (*names, "out", "lse") if primitive is RESIDUALS else kinds(Part(primitive.name), names, **params)
+    return (*names, "out", "lse") if primitive is RESIDUALS else kinds(Pass(primitive.name), names, **params)
 
 
 def _forward_avals(primitive: Primitive, *avals: Any, **params: Any) -> list[Any]:
     """Returns the types of output and logsumexp, or of their tangents."""
-    query, _, value = avals[:3]
-    sharded, mesh = sharding_of(_kinds(primitive, **params), avals), mesh_of(avals)
-    length, heads, _ = query.shape[-3:]
-    out, lse = (*sharded.full, length, heads, value.shape[-1]), (*sharded.full, heads, length)
-    return [
-        typed(query, mesh, out, sharded.spec("out", out), query.dtype),
-        typed(query, mesh, lse, sharded.spec("lse", lse), accumulator_dtype(query.dtype)),
-    ]
+    query = avals[0]
+    call = signature(_kinds(primitive, **params), len(query.shape) - RANK["query"], ("out", "lse"))
+    return call.types(avals, (query.dtype, accumulator_dtype(query.dtype)))
 
 
 def _residual_avals(*avals: Any, **_: Any) -> list[Any]:
@@ -240,12 +234,9 @@ def _gradient_avals(
     *avals: Any, names: tuple[str, ...], wrt: tuple[str, ...], kept: tuple[tuple[int, ...], ...], **_: Any
 ) -> list[Any]:
     """Returns the types of the gradients: an operand's own, but for the leading axes that are kept."""
-    sharded, mesh = sharding_of(_kinds(GRADIENTS, names), avals), mesh_of(avals)
     shapes = gradient_shapes(names, avals, wrt, kept)
-    return [
-        typed(avals[names.index(name)], mesh, shape, sharded.spec(name, shape, axes), avals[names.index(name)].dtype)
-        for (name, shape), axes in zip(shapes.items(), kept, strict=True)
-    ]
+    call = signature(_kinds(GRADIENTS, names), len(avals[0].shape) - RANK["query"], wrt)
+    return call.types(avals, [avals[names.index(name)].dtype for name in wrt], list(shapes.values()))
 
 
 def _ranks(primitive: Primitive, **params: Any) -> list[int]:
@@ -282,7 +273,7 @@ def _tangent_transpose(
 def _by_reference(primitive: Primitive, *operands: jax.Array, **params: Any) -> list[jax.Array]:
     """Computes a primitive's results by the reference."""
     whole = unify_shardings(_kinds(primitive, **params), operands, in_parts=False)
-    return list(REFERENCE[Part(primitive.name)](*whole, **params))
+    return list(REFERENCE[Pass(primitive.name)](*whole, **params))
 
 
 def _linear_jvp(
@@ -301,8 +292,8 @@ _AVALS = {
 }
 
 for _primitive, _avals in _AVALS.items():
-    _batch = functools.partial(batch_leading, _primitive, functools.partial(_ranks, _primitive))
-    define(_primitive, _avals, _batch, states=(1,) if _primitive in (FORWARD, RESIDUALS) else ())
+    _place = functools.partial(map_leading, functools.partial(_ranks, _primitive))
+    define(_primitive, _avals, _place, states=(1,) if _primitive in (FORWARD, RESIDUALS) else ())
 for _part, _primitive in BY_PART.items():
     register(_primitive, Call(_part))
 mlir.register_lowering(RESIDUALS, lambda ctx, *operands, **_: operands[-2:])

@@ -14,33 +14,39 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxsoftmax._core import checks
 from jaxsoftmax._core.calls import public
+from jaxsoftmax._core.checks import ArrayLike
 from jaxsoftmax._core.memory import in_device_memory
 from jaxsoftmax._core.sharding import Names, Shape
 from pallas_kernels.attention.problem import OPERANDS, PAIRS, RANK, Operands, Rules
 from pallas_kernels.monoid import Stats, combine, log_normalizer
 from pallas_kernels.types import accumulator_dtype
 
-MOST_GATHERED = 2**26  # numbers of keys and values, for which gradients need five times as many bytes as in 16 bits
-RUN = 128  # keys that are sorted as one, which are a tile of the kernels
-MOST_OUTPUTS = 2**25  # numbers of a device's output, above which a ring computes with one group of heads after another
-LEAST_QUERIES = 2**16  # queries of all heads of such a group, which are enough tiles for every SM
-MOST_TOGETHER = 8  # devices whose links are so fast that gathering takes little beside computing
+MAX_GATHERED_ELEMENTS = 2**26  # of keys and values; their gradients need five times the bytes of 16 bits
+SORT_BLOCK = 128  # keys that are sorted as one, which are a tile of the kernels
+MAX_OUTPUTS = 2**25  # numbers of a device's output, above which a ring computes with one group of heads after another
+MIN_GROUP_QUERIES = 2**16  # queries of all heads of such a group, which are enough tiles for every SM
+MAX_GATHER_DEVICES = 8  # devices whose links are so fast that gathering takes little beside computing
 
-HEADS = {name: x.head_axis - x.rank for name, x in OPERANDS.items() if x.heads}  # the axis of heads, from the end
+HEADS = {name: x.head_axis for name, x in OPERANDS.items() if x.head_axis is not None}
 ORDERED = tuple(name for name, x in OPERANDS.items() if x.key_axis is not None and x.query_axis is None)
-Arrays = Mapping[str, Any]
+Arrays = Mapping[str, jax.Array]
+Sums = tuple[jax.Array, ...]
+Carry = tuple[dict[str, jax.Array], Sums]  # the block that is here, and the sums over the blocks before it
+Attend = Callable[..., Sequence[jax.Array]]
+Index = int | jax.Array  # known, or one of a device or of a loop's step
 
 
 @public
 @in_device_memory
-def zigzag(x: Any, axis: int, devices: int, rounds: int = 1) -> jax.Array:
+def zigzag(x: ArrayLike, axis: int, devices: int, rounds: int = 1) -> jax.Array:
     """Reorders a sequence so that devices which share it have equal work under a causal rule.
 
     The sequence is `2 * devices` pieces. Device i gets piece i and piece `2 * devices - 1 - i`: queries of the first
@@ -79,7 +85,7 @@ def zigzag(x: Any, axis: int, devices: int, rounds: int = 1) -> jax.Array:
 
 @public
 @in_device_memory
-def unzigzag(x: Any, axis: int, devices: int, rounds: int = 1) -> jax.Array:
+def unzigzag(x: ArrayLike, axis: int, devices: int, rounds: int = 1) -> jax.Array:
     """Inverts `zigzag`.
 
     Args:
@@ -105,8 +111,8 @@ def unzigzag(x: Any, axis: int, devices: int, rounds: int = 1) -> jax.Array:
     return jnp.concatenate([there, jnp.flip(back, axis + 2)], axis + 1).reshape(array.shape)
 
 
-def _pieces(function: str, x: Any, axis: int, devices: int, rounds: int) -> tuple[jax.Array, int, int]:
-    """`x` as an array, its axis, and how many tokens a piece has."""
+def _pieces(function: str, x: ArrayLike, axis: int, devices: int, rounds: int) -> tuple[jax.Array, int, int]:
+    """Returns `x` as an array, its axis, and how many tokens a piece has."""
     array = x if isinstance(x, jax.Array) else checks.as_array(function, "x", x)
     at = checks.integer(function, "axis", axis)
     (at,) = checks.axes(function, at, array.ndim)
@@ -122,16 +128,18 @@ def _pieces(function: str, x: Any, axis: int, devices: int, rounds: int) -> tupl
 
 
 def ring_reason(devices: int, numbers: int) -> str | None:
-    """Why keys and values, of so many numbers, are passed round and not gathered, in words, or None."""
-    if numbers > MOST_GATHERED:
+    """Says why keys and values, of so many numbers, are passed round and not gathered; None if they are gathered."""
+    if numbers > MAX_GATHERED_ELEMENTS:
         return f"keys and values of {numbers} numbers would take much memory on each device"
-    if devices > MOST_TOGETHER:
+    if devices > MAX_GATHER_DEVICES:
         return f"{devices} devices are more than fast links join, and the computation hides what slow ones take"
     return None
 
 
-def of_indices(arrays: Arrays, rules: Rules, firsts: tuple[Any, Any], counts: tuple[Any, Any]) -> dict[str, jax.Array]:
-    """The positions that indices are, where the first query and key of the arrays have the indices `firsts`.
+def of_indices(
+    arrays: Arrays, rules: Rules, firsts: tuple[Index, Index], counts: tuple[int, int]
+) -> dict[str, jax.Array]:
+    """Returns the positions that indices are, where the first query and key of the arrays have the indices `firsts`.
 
     With `rules.align_ends` those of queries are moved so that the last of them is at the last key; `counts` says how
     many queries and keys the sequences have.
@@ -148,7 +156,7 @@ def of_indices(arrays: Arrays, rules: Rules, firsts: tuple[Any, Any], counts: tu
     return {"query_positions": at, "key_positions": key_at}
 
 
-class Part(NamedTuple):
+class LocalCall(NamedTuple):
     """One device's part of a call: its operands, what they are, and in which order the keys were before."""
 
     kinds: tuple[str, ...]
@@ -170,8 +178,8 @@ def part_of(
     axes: Names,
     *,
     in_blocks: bool,
-) -> Part:
-    """This device's part, of queries that are sharded over `axes`, and all keys, or its block of them."""
+) -> LocalCall:
+    """Returns this device's part, of queries that are sharded over `axes`, and all keys, or its block of them."""
     arrays, rest = dict(zip(names, operands, strict=False)), list(operands[len(names) :])
     of_rest = tuple(kinds[len(names) :])
     devices, me = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
@@ -194,27 +202,27 @@ def part_of(
     if "query_lengths" in arrays:
         arrays["query_lengths"] = _counted(arrays["query_lengths"], first, local)
     present = tuple(name for name in Operands._fields if name in arrays)
-    return Part((*present, *of_rest), [*(arrays[name] for name in present), *rest], present, rules, places)
+    return LocalCall((*present, *of_rest), [*(arrays[name] for name in present), *rest], present, rules, places)
 
 
-def _counted(lengths: jax.Array, first: Any, size: int) -> jax.Array:
-    """How many of `size` positions from `first` on are within lengths, of which a negative one counts as 0."""
+def _counted(lengths: jax.Array, first: Index, size: int) -> jax.Array:
+    """Counts how many of `size` positions from `first` on are within lengths, of which a negative one counts as 0."""
     return jnp.clip(jnp.maximum(lengths, 0) - first, 0, size)
 
 
 def _places(arrays: Arrays) -> jax.Array | None:
-    """Where each run of keys goes, in the order of positions, each segment's together; None where keys stay.
+    """Returns where each run of keys goes, in the order of positions, by segments; None where keys stay.
 
     Each run is compared with each. XLA does that in one kernel, and a sort of so few in many.
     """
     keys = arrays["key"].shape
     if any(name in arrays and arrays[name].shape[-1] > 1 for name in PAIRS):
         return None  # which would have to be copied
-    run = math.gcd(keys[-3], RUN)
-    by = [arrays[name][..., ::run] for name in ("key_segments", "key_positions") if name in arrays]
+    size = math.gcd(keys[-3], SORT_BLOCK)
+    by = [arrays[name][..., ::size] for name in ("key_segments", "key_positions") if name in arrays]
     if "key_lengths" in arrays:
         # Keys past the length have to be the last.
-        by.insert(0, -_counted(arrays["key_lengths"][..., None], jnp.arange(0, keys[-3], run), run))
+        by.insert(0, -_counted(arrays["key_lengths"][..., None], jnp.arange(0, keys[-3], size), size))
     *lead, runs = jnp.broadcast_shapes(*(x.shape for x in by))
     if any(n not in (1, own) for n, own in zip(lead, keys[:-3], strict=True)):
         return None
@@ -227,13 +235,13 @@ def _places(arrays: Arrays) -> jax.Array | None:
 
 
 def _inverse(places: jax.Array) -> jax.Array:
-    """Which run comes to each place."""
+    """Returns which run comes to each place."""
     index = jnp.arange(places.shape[-1], dtype=jnp.int32)
     return jnp.where(places[..., None, :] == index[:, None], index, 0).sum(-1, dtype=jnp.int32)
 
 
 def _taken(kind: str, x: jax.Array, order: jax.Array) -> jax.Array:
-    """An operand that has an axis of keys, with its runs of keys in another order."""
+    """Puts the runs of keys of an operand in another order."""
     axis = x.ndim + (OPERANDS[kind].key_axis or 0)
     runs = x.reshape(*x.shape[:axis], order.shape[-1], -1, *x.shape[axis + 1 :])
     index = order.reshape(*order.shape, *(1,) * RANK[kind])
@@ -241,25 +249,25 @@ def _taken(kind: str, x: jax.Array, order: jax.Array) -> jax.Array:
     return taken.reshape(*taken.shape[:axis], *x.shape[axis:])
 
 
-def ring(run: Callable[..., Any], part: Part, results: Sequence[str], axes: Names) -> list[jax.Array]:
-    """The results of a part that has a block of the keys, as every block comes past in turn.
+def ring(attend: Attend, part: LocalCall, results: Sequence[str], axes: Names) -> list[jax.Array]:
+    """Computes the results of a part that has a block of the keys, as every block comes past in turn.
 
-    `run(*operands, names=..., rules=...)` computes with one block.
+    `attend(*operands, names=..., rules=...)` computes with one block.
     """
     groups = head_groups(part.kinds, [x.shape for x in part.operands], results)
     if groups == 1:
-        return _once_round(run, part, results, axes)
+        return _once_round(attend, part, results, axes)
 
-    def of_group(i: Any) -> list[jax.Array]:
+    def of_group(i: Index) -> list[jax.Array]:
         operands = [_heads_of(groups, i, kind, x) for kind, x in zip(part.kinds, part.operands, strict=True)]
-        return _once_round(run, part._replace(operands=operands), results, axes)
+        return _once_round(attend, part._replace(operands=operands), results, axes)
 
-    def put(i: Any, kind: str, x: jax.Array, heads: jax.Array) -> jax.Array:
+    def put(i: jax.Array, kind: str, x: jax.Array, heads: jax.Array) -> jax.Array:
         axis = HEADS[kind]
         return jax.lax.dynamic_update_slice_in_dim(x, heads, i * heads.shape[axis], axis)
 
-    def compute(found: list[jax.Array], i: Any) -> tuple[list[jax.Array], None]:
-        return list(map(functools.partial(put, i), results, found, of_group(i))), None
+    def compute(arrays: list[jax.Array], i: jax.Array) -> tuple[list[jax.Array], None]:
+        return list(map(functools.partial(put, i), results, arrays, of_group(i))), None
 
     # Each group's results are written where they stay.
     empty: list[jax.Array] = []
@@ -271,16 +279,16 @@ def ring(run: Callable[..., Any], part: Part, results: Sequence[str], axes: Name
 
 
 def head_groups(kinds: Sequence[str], shapes: Sequence[Shape], results: Sequence[str]) -> int:
-    """How many groups of heads a ring computes with, one after another, for one device's operands.
+    """Counts the groups of heads that a ring computes with, one after another, for one device's operands.
 
     Each group has a key head or more. It is one group where a result is a sum over heads.
     """
     of = dict(zip(kinds, shapes, strict=False))
     queries, key_heads = math.prod(of["query"][:-1]), of["key"][-2]
     is_sum = any(kind in of and not has_heads(kind, of[kind]) for kind in results)
-    if is_sum or queries * of["value"][-1] <= MOST_OUTPUTS:
+    if is_sum or queries * of["value"][-1] <= MAX_OUTPUTS:
         return 1
-    most = max(1, queries // LEAST_QUERIES)
+    most = max(1, queries // MIN_GROUP_QUERIES)
     return max(n for n in range(1, key_heads + 1) if key_heads % n == 0 and n <= most)
 
 
@@ -295,7 +303,7 @@ def has_queries(kind: str, shape: Shape) -> bool:
     return axis is not None and not (broadcasts and shape[axis] == 1)
 
 
-def _heads_of(groups: int, i: Any, kind: str, x: jax.Array) -> jax.Array:
+def _heads_of(groups: int, i: Index, kind: str, x: jax.Array) -> jax.Array:
     """Returns an operand's heads of one group."""
     if not has_heads(kind, x.shape):
         return x
@@ -303,8 +311,8 @@ def _heads_of(groups: int, i: Any, kind: str, x: jax.Array) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, i * count, count, HEADS[kind])
 
 
-def _once_round(run: Callable[..., Any], part: Part, results: Sequence[str], axes: Names) -> list[jax.Array]:
-    """The results of a part, as every block of its keys' heads comes past."""
+def _once_round(attend: Attend, part: LocalCall, results: Sequence[str], axes: Names) -> list[jax.Array]:
+    """Computes the results of a part, as every block of its keys' heads comes past."""
     devices, me = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
     to_previous = [(i, (i - 1) % devices) for i in range(devices)]
     pass_on = lambda x: jax.lax.ppermute(x, axes, to_previous)
@@ -313,15 +321,15 @@ def _once_round(run: Callable[..., Any], part: Part, results: Sequence[str], axe
     over = _Outputs(arrays.pop("sinks", None)) if results == ("out", "lse") else _Gradients(tuple(results), pass_on)
     keys, rules = arrays["key"].shape[-3], dataclasses.replace(part.rules, is_block=True)
 
-    def compute(step: Any, block: dict[str, jax.Array], sums: Sums) -> Sums:
+    def compute(step: Index, block: dict[str, jax.Array], sums: Sums) -> Sums:
         here = arrays | block
         if "key_lengths" in here:
             first = (me + step) % devices * keys
             here["key_lengths"] = _counted(here["key_lengths"], first, keys)
         sums = over.travelled(sums)
-        return over.added(sums, run(*here.values(), *rest, names=tuple(here), rules=rules))
+        return over.added(sums, attend(*here.values(), *rest, names=tuple(here), rules=rules))
 
-    def advance(carry: Any, step: Any) -> tuple[Any, None]:
+    def advance(carry: Carry, step: Index) -> tuple[Carry, None]:
         block, sums = carry
         # The next block comes while this one is computed with.
         return (jax.tree.map(pass_on, block), compute(step, block, sums)), None
@@ -336,22 +344,19 @@ def _once_round(run: Callable[..., Any], part: Part, results: Sequence[str], axe
     return over.finished(compute(devices - 1, *carry))
 
 
-Sums = tuple[jax.Array, ...]
-
-
 @dataclasses.dataclass
 class _Outputs:
     """States of queries over blocks of keys, which merge, and sinks, which count once."""
 
     sinks: jax.Array | None
-    dtypes: tuple[Any, ...] = ()
+    dtypes: tuple[np.dtype, ...] = ()
 
     def travelled(self, sums: Sums) -> Sums:
         """Returns nothing, as nothing travels with a block."""
         return sums
 
-    def added(self, sums: Sums, found: Sequence[jax.Array]) -> Sums:
-        out, lse = found
+    def added(self, sums: Sums, results: Sequence[jax.Array]) -> Sums:
+        out, lse = results
         self.dtypes = out.dtype, lse.dtype
         maximum = jnp.swapaxes(lse, -1, -2)[..., None]
         state = maximum, jnp.ones_like(maximum), out.astype(maximum.dtype)
@@ -362,9 +367,9 @@ class _Outputs:
         if self.sinks is not None:
             sink = jnp.broadcast_to(self.sinks.astype(maximum.dtype)[..., None, :, None], maximum.shape)
             state = combine(state, (sink, jnp.ones_like(sink), jnp.zeros_like(sink)))
-        unseen = maximum == -jnp.inf
-        lse = jnp.where(unseen, -jnp.inf, log_normalizer(Stats(*state[:2])))
-        out = jnp.where(unseen, 0.0, state[2] / jnp.where(unseen, 1.0, state[1]))
+        is_empty = maximum == -jnp.inf
+        lse = jnp.where(is_empty, -jnp.inf, log_normalizer(Stats(*state[:2])))
+        out = jnp.where(is_empty, 0.0, state[2] / jnp.where(is_empty, 1.0, state[1]))
         return [out.astype(self.dtypes[0]), jnp.swapaxes(lse[..., 0], -1, -2).astype(self.dtypes[1])]
 
 
@@ -374,16 +379,16 @@ class _Gradients:
 
     results: tuple[str, ...]
     pass_on: Callable[[jax.Array], jax.Array]
-    dtypes: tuple[Any, ...] = ()
+    dtypes: tuple[np.dtype, ...] = ()
 
     def travelled(self, sums: Sums) -> Sums:
         """Passes gradients of keys one device on: they travel with their block."""
         pairs = zip(self.results, sums, strict=False)
         return tuple(self.pass_on(x) if kind in ORDERED else x for kind, x in pairs)
 
-    def added(self, sums: Sums, found: Sequence[jax.Array]) -> Sums:
-        self.dtypes = tuple(x.dtype for x in found)
-        wide = tuple(x.astype(accumulator_dtype(x.dtype)) for x in found)
+    def added(self, sums: Sums, gradients: Sequence[jax.Array]) -> Sums:
+        self.dtypes = tuple(x.dtype for x in gradients)
+        wide = tuple(x.astype(accumulator_dtype(x.dtype)) for x in gradients)
         if not sums:
             return wide
         # The sinks' gradient follows from the logsumexp over all blocks, and comes again with each.

@@ -5,7 +5,6 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -114,7 +113,7 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
 _NAMES: set[str] = set()
 
 
-def public[F: Callable[..., Any]](function: F) -> F:
+def public[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """Makes all errors of a public function begin with its name, and say what an unknown keyword probably meant.
 
     It checks what is either True or False, too.
@@ -128,7 +127,7 @@ def public[F: Callable[..., Any]](function: F) -> F:
     _NAMES.add(name)
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             if len(args) > first or not flags.keys().isdisjoint(kwargs):
                 for word, at in flags.items():
@@ -147,10 +146,10 @@ def public[F: Callable[..., Any]](function: F) -> F:
                 error.args = (f"{name}: {text}{''.join(hints)}", *error.args[1:])
             raise
 
-    return call  # type: ignore[return-value]
+    return call
 
 
-def _check_flag(function: str, name: str, value: Any) -> None:
+def _check_flag(function: str, name: str, value: object) -> None:
     if not isinstance(value, (int, np.bool_)):
         raise TypeError(
             f"{function}: {name} is {value!r}, expected True or False, known when the call is traced. If it is traced, "
@@ -158,23 +157,23 @@ def _check_flag(function: str, name: str, value: Any) -> None:
         )
 
 
-def _check_meshes(function: str, words: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _check_meshes(function: str, words: Sequence[str], args: Sequence[object], kwargs: Mapping[str, object]) -> None:
     """Raises if what failed is a call of arrays on different meshes of explicit axes, of which no program has two."""
-    known: tuple[str, Any] | None = None
+    first: tuple[str, Mapping[str, int]] | None = None
     for name, x in _arrays(words, args, kwargs):
         mesh = getattr(getattr(jax.typeof(x) if isinstance(x, jax.Array) else x, "sharding", None), "mesh", None)
         if mesh is None or AxisType.Explicit not in mesh.axis_types:
             continue
-        known = known or (name, mesh.shape)
-        if mesh.shape != known[1]:
-            got, wanted = (", ".join(f"{axis!r}: {n}" for axis, n in shape.items()) for shape in (mesh.shape, known[1]))
+        first = first or (name, mesh.shape)
+        if mesh.shape != first[1]:
+            got, wanted = (", ".join(f"{axis!r}: {n}" for axis, n in shape.items()) for shape in (mesh.shape, first[1]))
             raise ValueError(
-                f"{function}: {name} is on a mesh of axes {got}, expected the mesh of {known[0]}, of axes {wanted}. "
+                f"{function}: {name} is on a mesh of axes {got}, expected the mesh of {first[0]}, of axes {wanted}. "
                 "Put it there by jax.device_put."
             ) from None
 
 
-def _arrays(words: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _arrays(words: Sequence[str], args: Sequence[object], kwargs: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Finds the arguments that may be arrays, and their names."""
     given = [*zip(words, args, strict=False), *kwargs.items()]
     if len(args) > len(words):  # the last takes any number
@@ -188,7 +187,7 @@ def _arrays(words: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def meant(word: str, parameters: Collection[str]) -> str:
-    """A sentence on what an unknown keyword probably stands for, with a space before it, or nothing."""
+    """Says what an unknown keyword probably stands for, with a space before the sentence; empty if nothing is known."""
     for advice, words in WORDS.items():
         if word.lower() in words and re.match(r"\w+", advice)[0] in parameters:  # type: ignore[index]
             return f" Did you mean {advice}?"
@@ -199,12 +198,12 @@ def meant(word: str, parameters: Collection[str]) -> str:
 
 
 def did_you_mean(words: Collection[str]) -> str:
-    """A question that names these words, with a space before it, or nothing if there are none."""
+    """Asks whether one of these words was meant, with a space before the question; empty if there are no words."""
     return f" Did you mean {' or '.join(words)}?" if words else ""
 
 
-def meant_operation(word: str, known: Collection[str]) -> str:
+def meant_operation(word: str, among: Collection[str]) -> str:
     """Works as `meant`, for the name of an operation."""
     ends = tuple(end for end, words in OPERATIONS.items() if word.lower() in words)
-    found = [name for name in known if ends and name.endswith(ends)] or difflib.get_close_matches(word, known)
-    return did_you_mean([repr(name) for name in found])
+    names = [name for name in among if ends and name.endswith(ends)] or difflib.get_close_matches(word, among)
+    return did_you_mean([repr(name) for name in names])

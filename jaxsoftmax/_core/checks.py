@@ -21,7 +21,10 @@ from jaxsoftmax._core.calls import public
 from jaxsoftmax._core.sharding import settings_for, unify_shardings
 from pallas_kernels.softmax.problem import IGNORED
 
-type ArrayLike = jax.typing.ArrayLike  # an alias with a name of its own, which is what help() prints
+# Aliases with names of their own, which are what help() prints.
+type ArrayLike = jax.typing.ArrayLike
+type DTypeLike = jax.typing.DTypeLike
+type PrecisionLike = jax.lax.PrecisionLike
 Axis = int | Iterable[int] | None
 Shape = Sequence[int]
 Implementation = Literal["xla", "mosaic_gpu"]
@@ -37,7 +40,13 @@ _RANDOM_KEY = " A random key draws numbers: jax.random.normal(key, shape) gives 
 
 
 def as_array(
-    function: str, name: str, x: Any, *, no_array: str = _NO_ARRAY, wanted: str = "numbers", on_key: str = _RANDOM_KEY
+    function: str,
+    name: str,
+    x: object,
+    *,
+    no_array: str = _NO_ARRAY,
+    wanted: str = "numbers",
+    on_key: str = _RANDOM_KEY,
 ) -> jax.Array:
     """Converts `x` to an array of numbers or booleans; the words are for the error."""
     try:
@@ -124,7 +133,7 @@ def _integers(function: str, axis: Any) -> tuple[int, ...]:
         ) from None
 
 
-def together(function: str, operand: str, x: jax.Array, **others: jax.Array) -> list[jax.Array]:
+def same_rank(function: str, operand: str, x: jax.Array, **others: jax.Array) -> list[jax.Array]:
     """Brings `x` and the others, which broadcast against each other, to one rank, with axes of extent 1 in front."""
     shape = x.shape
     for name, other in others.items():
@@ -148,7 +157,7 @@ def boolean(function: str, where: ArrayLike) -> jax.Array:
     return array
 
 
-def is_number(scale: Any) -> TypeGuard[int | float | np.integer | np.floating]:
+def is_number(scale: object) -> TypeGuard[int | float | np.integer | np.floating]:
     """Whether a scale is a real number that is known at tracing time."""
     return isinstance(scale, (int, float, np.integer, np.floating)) and not isinstance(scale, bool)
 
@@ -173,8 +182,13 @@ def choice[Name: str](function: str, name: str, x: Name, among: Iterable[Name]) 
     return x
 
 
-def precision(function: str, x: Any) -> Any:
-    """The precision of a matrix product, as JAX takes it."""
+def is_real(dtype: DTypeLike) -> bool:
+    """Whether a dtype is of integers or of floats."""
+    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+
+
+def precision(function: str, x: PrecisionLike) -> PrecisionLike:
+    """Returns the precision of a matrix product, which JAX takes."""
     if x is not None:
         matrix = jax.ShapeDtypeStruct((1, 1), jnp.float32)
         try:
@@ -188,8 +202,8 @@ def precision(function: str, x: Any) -> Any:
     return x
 
 
-def common_dtype(function: str, **given: Any) -> Any:
-    """The dtype that the arrays are promoted to."""
+def common_dtype(function: str, **given: ArrayLike) -> np.dtype:
+    """Returns the dtype that the arrays are promoted to."""
     try:
         return jnp.result_type(*given.values())
     except ValueError as error:
@@ -197,11 +211,19 @@ def common_dtype(function: str, **given: Any) -> Any:
         raise TypeError(f"{function}: got {dtypes}, which JAX promotes to no common dtype. Convert one.") from error
 
 
-def implementation(function: str, name: Any) -> Implementation | None:
+def dtype_name(dtype: Any) -> str:
+    """Returns the name of `dtype`, or how it prints where it is no dtype, such as an array."""
+    try:
+        return repr(dtype) if isinstance(dtype, (jax.Array, np.ndarray)) else np.dtype(dtype).name
+    except (TypeError, ValueError):
+        return repr(dtype)
+
+
+def implementation(function: str, name: object) -> Implementation | None:
     """Returns `name` if it names an implementation."""
-    for known in IMPLEMENTATIONS:
-        if isinstance(name, type(known)) and name == known:
-            return known
+    for implemented in IMPLEMENTATIONS:
+        if isinstance(name, type(implemented)) and name == implemented:
+            return implemented
     raise ValueError(
         f"{function}: implementation={name!r}, expected one of None (the fastest there is), 'xla', 'mosaic_gpu'. Pass "
         "None: it takes a Mosaic GPU kernel where there is one for the call, and XLA elsewhere, where 'mosaic_gpu' is "
@@ -210,12 +232,12 @@ def implementation(function: str, name: Any) -> Implementation | None:
 
 
 def no_kernel(function: str, why: str) -> NotImplementedError:
-    """The error for a call that asks for a kernel where none takes it."""
+    """Makes the error for a call that asks for a kernel where none takes it."""
     return NotImplementedError(f"{function}: implementation='mosaic_gpu' was asked for, but {why}")
 
 
 def no_kernel_for_complex(function: str, name: str) -> NotImplementedError:
-    """The error for a call that asks for a kernel with complex numbers."""
+    """Makes the error for a call that asks for a kernel with complex numbers."""
     why = f"the kernels take real numbers and {name} is complex; pass implementation=None to hand it to jax."
     return no_kernel(function, why)
 
@@ -232,16 +254,16 @@ def broadcasting(function: str, name: str, array: jax.Array, want: Sequence[int]
 
 
 def rows_to_read(
-    given: jax.Array | np.ndarray, weights: jax.Array, cols: Any, ignored: int | None, counts: jax.Array | None
+    given: jax.Array | np.ndarray, weights: jax.Array, cols: int, ignored: int | None, counts: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Labels that are columns or `IGNORED`, and weights that are NaN where a label is neither."""
-    known = jnp.iinfo(given.dtype)
-    fits = max(known.min, -(2**31)), min(known.max, 2**31 - 1)
+    """Returns labels that are columns or `IGNORED`, and weights that are NaN where a label is neither."""
+    own = jnp.iinfo(given.dtype)
+    fits = max(own.min, -(2**31)), min(own.max, 2**31 - 1)
     with settings_for(given):
         labels = jnp.broadcast_to(given, weights.shape)
         labels, weights, *skipped = unify_shardings(labels, weights, *([] if counts is None else [~counts]))
-        near = (labels if fits == (known.min, known.max) else labels.clip(*fits)).astype(jnp.int32)
-        if ignored is not None and known.min <= ignored <= known.max:
+        near = (labels if fits == (own.min, own.max) else labels.clip(*fits)).astype(jnp.int32)
+        if ignored is not None and own.min <= ignored <= own.max:
             skipped.append(labels == jnp.asarray(ignored, labels.dtype))
     exists = (near >= 0) & (near < cols)
     target, wrong = jnp.where(exists, near, 0), ~exists
@@ -251,7 +273,7 @@ def rows_to_read(
     return target, weights + jnp.where(wrong, jnp.nan, 0.0).astype(weights.dtype)
 
 
-def ignore_index(function: str, value: Any) -> int | None:
+def ignore_index(function: str, value: object) -> int | None:
     """Returns an integer, or None."""
     if value is None:
         return None
@@ -260,7 +282,7 @@ def ignore_index(function: str, value: Any) -> int | None:
     return int(value)
 
 
-def mask(function: str, where: Any, shape: Shape, axes: Sequence[int]) -> jax.Array:
+def mask(function: str, where: ArrayLike, shape: Shape, axes: Sequence[int]) -> jax.Array:
     """Returns `where` at the logits' rank; one of the rows' rank masks rows. Either may broadcast the rows to more."""
     array = boolean(function, where)
     rows = [n for d, n in enumerate(shape) if d not in axes]
@@ -278,7 +300,9 @@ def mask(function: str, where: Any, shape: Shape, axes: Sequence[int]) -> jax.Ar
     return full
 
 
-def labels_of(function: str, given: Any, shape: Shape, axes: Sequence[int]) -> tuple[jax.Array | np.ndarray, Shape]:
+def labels_of(
+    function: str, given: ArrayLike, shape: Shape, axes: Sequence[int]
+) -> tuple[jax.Array | np.ndarray, Shape]:
     """Returns labels as integers, one for each row, and the logits' shape, broadcast to the labels' rows.
 
     Values that are known stay in NumPy, because an array of JAX may have fewer than their 64 bits.
@@ -304,8 +328,8 @@ def labels_of(function: str, given: Any, shape: Shape, axes: Sequence[int]) -> t
     return array, full
 
 
-def on_host(function: str, name: str, x: Any, **words: str) -> Any:
-    """Numbers with all their bits: values that are known stay in NumPy, because an array of JAX may have fewer."""
+def on_host(function: str, name: str, x: object, **words: str) -> jax.Array | np.ndarray:
+    """Keeps all bits of numbers: values that are known stay in NumPy, because an array of JAX may have fewer bits."""
     leaves = jax.tree.leaves(x)
     if leaves and all(isinstance(leaf, (int, np.ndarray, np.generic)) for leaf in leaves):
         with contextlib.suppress(ValueError):
@@ -313,7 +337,7 @@ def on_host(function: str, name: str, x: Any, **words: str) -> Any:
     return as_array(function, name, x, **words)
 
 
-def probabilities(function: str, given: Any, shape: Shape, axes: Sequence[int]) -> tuple[jax.Array, Shape]:
+def probabilities(function: str, given: ArrayLike, shape: Shape, axes: Sequence[int]) -> tuple[jax.Array, Shape]:
     """Returns probabilities, of at most the logits' rank, and the logits' shape, broadcast to their rows."""
     array = floating(function, "labels", given)
     full = _with_rows((1,) * (len(shape) - array.ndim) + array.shape, shape, axes)
@@ -334,7 +358,9 @@ def _with_rows(extents: Shape, shape: Shape, axes: Sequence[int]) -> Shape | Non
     return full if len(full) == len(shape) and all(full[d] == shape[d] for d in axes) else None
 
 
-def check_range(function: str, given: Any, cols: Any, ignored: int | None, counts: jax.Array | None) -> None:
+def check_range(
+    function: str, given: jax.Array | np.ndarray, cols: int, ignored: int | None, counts: jax.Array | None
+) -> None:
     """Raises if labels whose values are known are no columns; `counts` says which rows to check (None: all)."""
     arrays = [x for x in (given, counts) if isinstance(x, jax.Array)]
     if not isinstance(cols, int) or any(isinstance(x, Tracer) or not x.is_fully_addressable for x in arrays):
@@ -355,7 +381,7 @@ def check_range(function: str, given: Any, cols: Any, ignored: int | None, count
     )
 
 
-def weights_of(function: str, given: Any, rows: Shape, dtype: Any) -> jax.Array:
+def weights_of(function: str, given: ArrayLike, rows: Shape, dtype: DTypeLike) -> jax.Array:
     """Returns weights of the rows' rank, in the dtype of the loss."""
     array = floating(function, "weights", given)
     return broadcasting(function, "weights", array, rows, "the rows'").astype(dtype)
@@ -374,7 +400,7 @@ def _default() -> bool:
 
 
 class _Context(contextlib.ContextDecorator):
-    """A context manager that is a decorator too, and may be entered again, inside of itself too."""
+    """Enters the setting, as a context manager or a decorator, again and inside of itself too."""
 
     def __init__(self, enabled: bool) -> None:
         self._enabled, self._here = enabled, threading.local()
@@ -384,7 +410,7 @@ class _Context(contextlib.ContextDecorator):
         context.__enter__()
         vars(self._here).setdefault("entered", []).append(context)
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._here.entered.pop().__exit__(*error)
 
 

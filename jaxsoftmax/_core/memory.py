@@ -22,15 +22,15 @@ def in_device_memory[**P, R](function: Callable[P, R]) -> Callable[P, R]:
         arrays = _arrays((*args, *kwargs.values()))
         if not any(map(_is_in_host, arrays)):
             return function(*args, **kwargs)
-        run: Callable[..., R] = function
-        out = run(*map(_moved, args), **{name: _moved(x) for name, x in kwargs.items()})
+        compute: Callable[..., R] = function
+        out = compute(*map(_moved, args), **{name: _moved(x) for name, x in kwargs.items()})
         first = next((x for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)), arrays[0])
         return jax.device_put(out, HOST, src=DEVICE) if _is_in_host(first) else out
 
     return call
 
 
-def _arrays(given: Sequence[Any]) -> list[jax.Array]:
+def _arrays(given: Sequence[object]) -> list[jax.Array]:
     leaves = [leaf for x in given for leaf in (x if isinstance(x, (tuple, list)) else (x,))]
     return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 

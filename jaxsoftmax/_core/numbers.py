@@ -7,8 +7,8 @@ numbers that are constants; any further one is data, which one program takes wha
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -17,20 +17,21 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from jaxsoftmax._core import checks
-from jaxsoftmax._core.checks import ArrayLike
-from jaxsoftmax._core.primitives import checked, define_over_rows, lower_plain
+from jaxsoftmax._core.checks import ArrayLike, DTypeLike
+from jaxsoftmax._core.lowering import lower_plain
+from jaxsoftmax._core.primitives import checked, define_over_rows
 from jaxsoftmax._core.sharding import settings_for, unify_shardings, unify_varying
 
 MOST_CONSTANTS = 4  # of an argument of a function, for calls outside of `jit`
 
-_CONSTANTS: dict[tuple[str, str], set[Any]] = {}
+_CONSTANTS: dict[tuple[str, str], set[Hashable]] = {}
 
 
 class _IsTraced(Exception):
     """Says that operations are traced where `_IS_EVALUATED` is bound."""
 
 
-def _raise_traced() -> Any:
+def _raise_traced() -> NoReturn:
     raise _IsTraced
 
 
@@ -51,7 +52,7 @@ def is_evaluated() -> bool:
     return True
 
 
-def is_constant(function: str, argument: str, value: Any) -> bool:
+def is_constant(function: str, argument: str, value: Hashable) -> bool:
     """Whether a number is to be a constant of the program, not data.
 
     It is in a program that is traced, and if it is one of the argument's few. Under `batch_invariant()` each is, so
@@ -65,19 +66,19 @@ def is_constant(function: str, argument: str, value: Any) -> bool:
     return value in few
 
 
-def as_data(value: float, dtype: Any) -> jax.Array:
+def as_data(value: float, dtype: DTypeLike) -> jax.Array:
     """Returns a number as an array."""
     with jax.enable_x64(jnp.dtype(dtype).itemsize == 8), np.errstate(over="ignore"):  # beyond the dtype it is infinite
         return jnp.asarray(value, dtype)
 
 
-def constant_or_data(function: str, argument: str, value: float, dtype: Any) -> float | jax.Array:
-    """A number as it is if it is to be a constant, and as an array if it is to be data."""
+def constant_or_data(function: str, argument: str, value: float, dtype: DTypeLike) -> float | jax.Array:
+    """Returns a number as it is if it is to be a constant, and as an array if it is to be data."""
     return value if is_constant(function, argument, value) else as_data(value, dtype)
 
 
 def scale_factor(
-    function: str, scale: ArrayLike, shape: Sequence[int], dtype: Any, of: str = "x's"
+    function: str, scale: ArrayLike, shape: Sequence[int], dtype: DTypeLike, of: str = "x's"
 ) -> float | jax.Array:
     """Gives a constant as a float, anything else as an array that broadcasts to the operand, in `dtype` if a number."""
     if checks.is_number(scale):
@@ -92,8 +93,8 @@ def scale_factor(
     return checks.broadcasting(function, "scale", checks.floating(function, "scale", scale), shape, of)
 
 
-def number(function: str, name: str, value: Any, low: float, high: float, dtype: Any) -> float | jax.Array:
-    """A finite Python or NumPy number between two bounds, or one number as an array of `dtype`, which may be traced."""
+def number(function: str, name: str, value: object, low: float, high: float, dtype: DTypeLike) -> float | jax.Array:
+    """Returns a finite number between two bounds, or one number as an array of `dtype`, which may be traced."""
     value = value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value
     if not checks.is_number(value):
         return _scalar(function, name, value, dtype)
@@ -103,18 +104,17 @@ def number(function: str, name: str, value: Any, low: float, high: float, dtype:
     return constant_or_data(function, name, result, dtype) if result else result
 
 
-def _scalar(function: str, name: str, value: Any, dtype: Any) -> jax.Array:
+def _scalar(function: str, name: str, value: object, dtype: DTypeLike) -> jax.Array:
     """Returns an array of one real number, in `dtype`."""
     is_array = isinstance(value, jax.Array)
-    is_real = is_array and any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
-    if not is_array or not is_real or value.ndim:
+    if not is_array or not checks.is_real(value.dtype) or value.ndim:
         got = f"is an array, {jax.typeof(value)}" if is_array else f"is {value!r}"
         raise TypeError(f"{function}: {name} {got}, expected a real number, or an array of one, which may be traced.")
     with settings_for(value, jnp.zeros((), dtype)):
         return value.astype(dtype)
 
 
-def soft_cap(function: str, value: Any, dtype: Any) -> float | jax.Array | None:
+def soft_cap(function: str, value: object, dtype: DTypeLike) -> float | jax.Array | None:
     """Returns a positive number, or None."""
     if value is None:
         return None
@@ -154,6 +154,7 @@ def _bent(x: jax.Array, cap: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _capped_slopes(x: jax.Array, cap: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns `1 - tanh(x / c)^2`, by `x`, and `tanh(x / c) - x / c * (1 - tanh(x / c)^2)`, by `c`."""
     nothing, (part, bent) = jnp.zeros_like(x), _bent(x, cap)
     slope = jnp.where(jnp.isnan(x), nothing, 1 - bent * bent)
     rest = bent - jnp.where(slope == 0, nothing, part * slope)
@@ -168,12 +169,14 @@ def _jvp(
     primitive: Primitive,
     slopes_of: Callable[..., Sequence[jax.Array]],
     primals: Sequence[jax.Array],
-    tangents: Sequence[Any],
-    **params: Any,
-) -> tuple[jax.Array, Any]:
-    out = primitive.bind(*primals, **params)
+    tangents: Sequence[jax.Array | ad.Zero],
+    *,
+    axes: tuple[int, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """Returns `f(x, c)` and `df = df/dx * dx + df/dc * dc`."""
+    out = primitive.bind(*primals, axes=axes)
     slopes = zip(slopes_of(*primals), tangents, strict=True)
-    terms = [slope * t for slope, t in slopes if type(t) is not ad.Zero]
+    terms = [slope * t for slope, t in slopes if not isinstance(t, ad.Zero)]
     return out, sum(terms[1:], terms[0])
 
 

@@ -7,8 +7,26 @@ the program is never run, and to compile a kernel takes seconds.
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import jax
+from jax.core import AbstractValue, ShapedArray
+
+from pallas_kernels.decision import Decision, Declined
+
+Aval = ShapedArray | jax.ShapeDtypeStruct
+
+
+class Plan(Protocol):
+    """Has the parts of a plan that are read of a choice."""
+
+    @property
+    def declined(self) -> Declined: ...
+    @property
+    def decision(self) -> Decision | None: ...
+    @property
+    def notes(self) -> tuple[str, ...]: ...
 
 
 @dataclasses.dataclass
@@ -16,29 +34,34 @@ class Choice:
     """Records the choice of a lowering rule for one application of a primitive.
 
     Attributes:
-        plan: The `Plan`; None if the primitive has no kernel, or the implementation is XLA's by name.
+        plan: The plan; None if the primitive has no kernel, or the implementation is XLA's by name.
         name: The name of the call in errors, if its implementation is a kernel by name.
         avals: The types of the operands.
         params: The primitive's parameters.
         inside: The choices for the primitives that it is computed by.
         notes: The remarks of its computation.
+        considered: The decisions on kernels that its computation calls beside the primitives.
     """
 
-    plan: Any
+    plan: Plan | None
     name: str | None
-    avals: tuple[Any, ...]
+    avals: tuple[Aval, ...]
     params: dict[str, Any]
     inside: list["Choice"] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+    considered: list[Decision] = dataclasses.field(default_factory=list)
 
 
 _OPEN: contextvars.ContextVar[Choice | None] = contextvars.ContextVar("recorder", default=None)
 
 
 @contextlib.contextmanager
-def entered(plan: Any, name: str | None, avals: Any, params: dict[str, Any]) -> Iterator[Choice]:
+def entered(
+    plan: Plan | None, name: str | None, avals: Iterable[AbstractValue], params: dict[str, Any]
+) -> Iterator[Choice]:
     """Records a choice; what is chosen until the block ends is inside of it."""
-    outer, choice = _OPEN.get(), Choice(plan, name, tuple(avals), params)
+    arrays = tuple(aval for aval in avals if isinstance(aval, ShapedArray))
+    outer, choice = _OPEN.get(), Choice(plan, name, arrays, params)
     if outer is not None:
         outer.inside.append(choice)
     token = _OPEN.set(choice)
@@ -57,3 +80,9 @@ def note(text: str) -> None:
     """Adds to the notes of the choice that is open, if there is one."""
     if (choice := _OPEN.get()) is not None:
         choice.notes.append(text)
+
+
+def consider(decision: Decision) -> None:
+    """Adds to the decisions of the choice that is open, if there is one."""
+    if (choice := _OPEN.get()) is not None:
+        choice.considered.append(decision)

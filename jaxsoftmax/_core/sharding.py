@@ -4,15 +4,12 @@ Rows are sharded without communication. Rows that are themselves sharded exchang
 """
 
 import contextlib
-import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,8 +17,6 @@ Entry = str | tuple[str, ...] | None
 Spec = tuple[Entry, ...]
 Shape = tuple[int, ...]
 Names = tuple[str, ...]
-# A result with the operands' axes, with k entries of each row, or with one number of each row.
-Result = Literal["full", "top_k", "reduced"]
 
 
 class AxisSharding(NamedTuple):
@@ -47,86 +42,6 @@ class Columns(NamedTuple):
         if self.inside is None:
             return where
         return (where[0] & self.inside,) if where else (self.inside,)
-
-
-class Shard(NamedTuple):
-    """One device's part of a problem: the operands' and outputs' shardings, and what computes it."""
-
-    ins: Sequence[P]
-    outs: Sequence[P]
-    run: Callable[..., list[jax.Array]]
-
-
-class Partitionable(Protocol):
-    """An operation that can be computed shard by shard."""
-
-    def whole(self, *operands: jax.Array) -> list[jax.Array]:
-        """Computes the whole problem on one device."""
-        ...
-
-    def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
-        """Returns one device's part, for operands with these partitions on a mesh with axes of these sizes."""
-        ...
-
-    def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
-        """Which axes of operands and results are sharded together."""
-        ...
-
-    def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
-        """Whether each shard is a complete problem, if operands are split into so many pieces along their axes."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class RowOp:
-    """A row operation to be sharded: `whole` computes whole rows, `across` this device's part of sharded ones.
-
-    `across(columns, ...)` gets the device's columns.
-    """
-
-    axes: Shape
-    results: Sequence[Result]
-    whole: Callable[..., list[jax.Array]]
-    across: Callable[..., list[jax.Array]]
-
-    def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
-        """Returns one device's part."""
-        full, extents = common_spec(specs), jnp.broadcast_shapes(*shapes)
-        ins = [broadcast_spec(full, shape) for shape in shapes]
-        outs = [P(*self._of(result, full, None)) for result in self.results]
-        columns = Columns(tuple(AxisSharding(mesh_axes(full[d]), extents[d]) for d in self.axes), None)
-        return Shard(ins, outs, functools.partial(self._across, columns) if columns.names else self.whole)
-
-    def _of(self, result: Result, axes: Sequence[Any], selected: Any) -> list[Any]:
-        """Picks a result's entries out of those of the operands' axes, with `selected` for the axis of a selection."""
-        if result == "full":
-            return list(axes)
-        return [
-            selected if d in self.axes else x for d, x in enumerate(axes) if result == "top_k" or d not in self.axes
-        ]
-
-    def _across(self, columns: Columns, *shards: jax.Array) -> list[jax.Array]:
-        shape = jnp.broadcast_shapes(*(shard.shape for shard in shards))
-        return self.across(columns._replace(inside=inside_of(columns.shardings, self.axes, shape)), *shards)
-
-    def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
-        """Whether only the batch of rows is sharded, equally for all operands."""
-        return len(set(pieces)) == 1 and all(pieces[0][d] == 1 for d in self.axes)
-
-    def shardy_rule(self, shapes: Sequence[Shape]) -> SdyShardingRule:
-        """Gives each axis a factor, shared by all; an extent of 1 that broadcasts has its own, as has a selection."""
-        factors = [f"axis{d}" for d in range(len(shapes[0]))]
-        operands = [broadcast_spec(factors, shape) for shape in shapes]
-        return sharding_rule(operands, [self._of(result, factors, "top_k") for result in self.results])
-
-
-def sharding_rule(operands: Sequence[Iterable[Any]], results: Sequence[Iterable[Any]]) -> SdyShardingRule:
-    """Returns a Shardy rule from the factors of each axis: axes with the same factor are sharded together."""
-    mappings = [
-        ArrayMapping(*(factor or f"own{i}_{d}" for d, factor in enumerate(factors)))
-        for i, factors in enumerate((*operands, *results))
-    ]
-    return SdyShardingRule(tuple(mappings[: len(operands)]), tuple(mappings[len(operands) :]))
 
 
 def inside_of(shardings: Sequence[AxisSharding], axes: Sequence[int], shape: Shape) -> jax.Array | None:

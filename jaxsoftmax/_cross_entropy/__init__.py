@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, TypedDict, Unpack, get_args, overload
+from typing import Literal, TypedDict, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxsoftmax._core import checks, numbers
 from jaxsoftmax._core.calls import public
-from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
+from jaxsoftmax._core.checks import ArrayLike, Axis, DTypeLike, Implementation, PrecisionLike
 from jaxsoftmax._core.memory import in_device_memory
 from jaxsoftmax._core.sharding import broadcast_to, settings_for, unify_shardings
 from jaxsoftmax._cross_entropy import linear_primitives, mixture, soft
@@ -48,8 +48,9 @@ class _LinearOptions(_Options, total=False):
     bias: ArrayLike | None
     where: ArrayLike | None
     weight_layout: WeightLayout
-    precision: Any
+    precision: PrecisionLike
     chunk_size: int | None
+    reduce_dtype: str | type | np.dtype | None
 
 
 @overload
@@ -208,12 +209,19 @@ def softmax_cross_entropy_with_integer_labels(
 
     loss, *lse = mixture.mixed(compute, target == IGNORED, *shares, return_lse)
     loss = _reduced(reduction, loss if weighted else weigh(factors, loss))
-    return (loss, *lse) if return_lse else loss
+    return (loss, lse[0]) if return_lse else loss
 
 
-def _to_read(reduction: Reduction, given: Any, weights: jax.Array, *rest: Any) -> tuple[jax.Array, jax.Array]:
-    """`rows_to_read`, where for a mean the weights are shares of their total."""
-    target, factors = checks.rows_to_read(given, weights, *rest)
+def _to_read(
+    reduction: Reduction,
+    given: jax.Array | np.ndarray,
+    weights: jax.Array,
+    cols: int,
+    ignored: int | None,
+    counts: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns `rows_to_read`, where for a mean the weights are shares of their total."""
+    target, factors = checks.rows_to_read(given, weights, cols, ignored, counts)
     if reduction == "mean":
         with settings_for(target, factors):
             # Not of the factors, which are NaN where a label is no column: other rows keep their gradient.
@@ -227,7 +235,9 @@ def _reduced(reduction: Reduction, loss: jax.Array) -> jax.Array:
     return loss if reduction == "none" else loss.sum()
 
 
-def _smoothing_and_z_loss(function: str, smoothing: Any, z_loss: Any, dtype: Any) -> tuple[Any, Any]:
+def _smoothing_and_z_loss(
+    function: str, smoothing: ArrayLike, z_loss: ArrayLike, dtype: DTypeLike
+) -> tuple[float | jax.Array, float | jax.Array]:
     """Returns both as constants or data."""
     return (
         numbers.number(function, "label_smoothing", smoothing, 0.0, 1.0, dtype),
@@ -289,7 +299,7 @@ def softmax_cross_entropy(
     return soft.losses(name, implementation, axes, x, target, *mask)
 
 
-def _in_order(labels: jax.Array, listed: Sequence[int], shape: Sequence[Any]) -> jax.Array:
+def _in_order(labels: jax.Array, listed: Sequence[int], shape: Sequence[int]) -> jax.Array:
     """Converts indices into the axes flattened as listed to indices into them flattened in rising order."""
     if list(listed) == sorted(listed):
         return labels
@@ -318,10 +328,40 @@ def linear_cross_entropy(
     weight: ArrayLike,
     labels: ArrayLike,
     *,
+    return_lse: Literal[True],
+    return_entropy: Literal[True],
+    **options: Unpack[_LinearOptions],
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+@overload
+def linear_cross_entropy(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    *,
+    return_lse: Literal[True],
+    return_entropy: Literal[False] = False,
+    **options: Unpack[_LinearOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def linear_cross_entropy(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    *,
+    return_lse: Literal[False] = False,
+    return_entropy: Literal[True],
+    **options: Unpack[_LinearOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def linear_cross_entropy(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    labels: ArrayLike,
+    *,
     return_lse: bool = False,
     return_entropy: bool = False,
     **options: Unpack[_LinearOptions],
-) -> Any: ...
+) -> jax.Array | tuple[jax.Array, ...]: ...
 @public
 @in_device_memory
 def linear_cross_entropy(
@@ -341,10 +381,11 @@ def linear_cross_entropy(
     weight_layout: WeightLayout = "EV",
     return_lse: bool = False,
     return_entropy: bool = False,
-    precision: Any = None,
+    precision: PrecisionLike = None,
     chunk_size: int | None = None,
+    reduce_dtype: str | type | np.dtype | None = None,
     implementation: Implementation | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Computes the loss of `hidden @ weight + bias` by chunks of tokens: no array has the logits of all tokens.
 
     It is `softmax_cross_entropy_with_integer_labels` of these logits, in every option and every edge. The logits are
@@ -397,6 +438,8 @@ def linear_cross_entropy(
             negative.
         precision: The products' precision, as for `jax.lax.dot_general`.
         chunk_size: How many tokens have logits at a time; None for as many as fit, or for a kernel that writes none.
+        reduce_dtype: In which dtype devices, among which tokens are sharded, sum their parts of the gradient of
+            `weight`, each accumulated in float32: None for the weight's, or float32, which exchanges twice the bytes.
         implementation: None, "xla" or "mosaic_gpu", as for `softmax`; of the kernel that reads a chunk's logits.
 
     Returns:
@@ -449,6 +492,7 @@ def linear_cross_entropy(
         soft_cap=None if isinstance(cap, jax.Array) else cap,
         all_rows=return_lse or return_entropy,
         chunk_size=_checked_chunk_size(chunk_size),
+        reduce_dtype=_checked_reduce_dtype(reduce_dtype, w.dtype),
         implementation=checks.implementation(LINEAR, implementation),
     )
     operands = {"hidden": h, "weight": w, "labels": target} | {n: x for n, x in optional.items() if x is not None}
@@ -459,10 +503,10 @@ def linear_cross_entropy(
 
     def compute(smoothing: float, z_loss: float, with_lse: bool) -> Sequence[jax.Array]:
         results = ("loss", *(["lse"] if with_lse else []), *(["entropy"] if return_entropy else []))
-        known = dataclasses.replace(rules, smoothing=smoothing, z_loss=z_loss, results=results)
-        found = linear_primitives.bind(LOSS, operands, rules=known)
-        lse = [log_normalizer(Stats(found["max"], found["sum"]))] if with_lse else []
-        return [found["loss"], *lse, *([found["entropy"]] if return_entropy else [])]
+        constants = dataclasses.replace(rules, smoothing=smoothing, z_loss=z_loss, results=results)
+        out = linear_primitives.bind(LOSS, operands, rules=constants)
+        lse = [log_normalizer(Stats(out["max"], out["sum"]))] if with_lse else []
+        return [out["loss"], *lse, *([out["entropy"]] if return_entropy else [])]
 
     with settings_for(*operands.values()):
         loss, *rest = mixture.mixed(compute, target == IGNORED, *shares, return_lse)
@@ -471,14 +515,11 @@ def linear_cross_entropy(
 
 
 def _checked_matrices(
-    hidden: ArrayLike, weight: ArrayLike, bias: ArrayLike | None, layout: Any
+    hidden: ArrayLike, weight: ArrayLike, bias: ArrayLike | None, layout: WeightLayout
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns the hidden states and the weight in one dtype, and the bias."""
     checks.choice(LINEAR, "weight_layout", layout, get_args(WeightLayout))
-    h, w = (
-        checks.floating(LINEAR, "hidden", hidden),
-        checks.floating(LINEAR, "weight", weight),
-    )
+    h, w = checks.floating(LINEAR, "hidden", hidden), checks.floating(LINEAR, "weight", weight)
     if h.ndim == 0 or w.ndim != 2 or h.shape[-1] != w.shape[layout.index("E")]:
         want = "[E, V]" if layout == "EV" else "[V, E]"
         raise ValueError(
@@ -495,7 +536,15 @@ def _checked_matrices(
     return h, w, b
 
 
-def _checked_chunk_size(size: Any) -> int | None:
+def _checked_chunk_size(size: object) -> int | None:
     if size is not None and (isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1):
         raise ValueError(f"{LINEAR}: chunk_size is {size!r}, expected a positive integer or None.")
     return None if size is None else int(size)
+
+
+def _checked_reduce_dtype(dtype: DTypeLike | None, own: np.dtype) -> np.dtype:
+    dtypes = {x.name: x for x in (own, accumulator_dtype(own))}
+    name = own.name if dtype is None else checks.dtype_name(dtype)
+    if name not in dtypes:
+        raise ValueError(f"{LINEAR}: reduce_dtype is {name}, expected None or {' or '.join(dtypes)}.")
+    return dtypes[name]

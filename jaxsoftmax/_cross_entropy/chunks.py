@@ -12,12 +12,14 @@ vocabulary is sharded, the devices exchange a few numbers a token (`merged`); `P
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxsoftmax._core import numbers, recorder
+from jaxsoftmax._core.checks import DTypeLike
 from jaxsoftmax._core.sharding import all_gather, unify_varying
 from jaxsoftmax._cross_entropy import linear_kernel
 from jaxsoftmax._cross_entropy import loss as row_losses
@@ -29,6 +31,7 @@ from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import IGNORED
 from pallas_kernels.types import accumulator_dtype
 
+Count = jax.Array | int | None
 Body = Callable[[Operands], tuple[Operands, Operands]]
 
 BYTES = 2**30  # what a chunk's logits and their gradient may take together
@@ -37,7 +40,7 @@ _MULTIPLE = 128  # rows of a tile of a matrix product
 
 
 def chunk_size(tokens: int, vocabulary: int, bytes_each: int, asked: int | None, bytes_of_all: int = BYTES) -> int:
-    """Tokens of a chunk whose logits take `bytes_each`: as few chunks, and as little padding, as `bytes_of_all` allow.
+    """Returns the tokens of a chunk whose logits take `bytes_each`: few chunks, little padding, within `bytes_of_all`.
 
     Adding a chunk's part to the weight's gradient takes about as long as the products of another `_MULTIPLE` tokens.
     """
@@ -48,25 +51,25 @@ def chunk_size(tokens: int, vocabulary: int, bytes_each: int, asked: int | None,
     return min(sizes, key=lambda size: math.ceil(tokens / size) * (size + _MULTIPLE))
 
 
-def _chunk_size_of(rules: Rules, operands: Mapping[str, Any], bytes_each: int, bytes_of_all: int = BYTES) -> Any:
-    """Tokens of a chunk of a call's operands; all where shapes are symbols."""
+def _chunk_size_of(rules: Rules, operands: Operands, bytes_each: int, bytes_of_all: int = BYTES) -> int:
+    """Returns the tokens of a chunk of a call's operands; all where shapes are symbols."""
     tokens, vocabulary = operands["labels"].shape[0], rules.vocabulary(operands["weight"].shape)
     if not isinstance(tokens, int) or not isinstance(vocabulary, int):
         return tokens
     return chunk_size(tokens, vocabulary, bytes_each, rules.chunk_size, bytes_of_all)
 
 
-def in_words(tokens: Any, size: Any) -> str:
-    """How many chunks of `size` tokens there are."""
+def in_words(tokens: int, size: int) -> str:
+    """Says how many chunks of `size` tokens there are."""
     is_one = size == tokens or size >= tokens
     return "one chunk of all tokens" if is_one else f"{math.ceil(tokens / size)} chunks of {size} tokens"
 
 
-def _over_chunks(body: Body, rules: Rules, operands: Operands, size: Any) -> tuple[Operands, Operands]:
+def _over_chunks(body: Body, rules: Rules, operands: Operands, size: int) -> tuple[Operands, Operands]:
     """Runs `body` on chunks of `size` tokens: adds up its first results, and concatenates the others along tokens."""
     tokens = operands["labels"].shape[0]
     recorder.note(in_words(tokens, size))
-    by_token = {n: x for n, x in operands.items() if rules.axes(n)[0] == "t" and x.shape[0] == tokens}
+    by_token = {n: x for n, x in operands.items() if rules.has_tokens(n) and x.shape[0] == tokens}
     shared = {n: x for n, x in operands.items() if n not in by_token}
     if size == tokens:
         return body(operands)
@@ -94,8 +97,8 @@ def _over_chunks(body: Body, rules: Rules, operands: Operands, size: Any) -> tup
     return sums, {name: x.reshape(chunks * size, *x.shape[2:])[:tokens] for name, x in rows.items()}
 
 
-def _product(rules: Rules, names: str, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
-    """The product of two matrices whose axes are named, as in "te,ev->tv", by one operation without transposition."""
+def _product(rules: Rules, names: str, a: jax.Array, b: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Computes the product of two matrices whose axes are named, as in "te,ev->tv", by one untransposed operation."""
     ins, out = names.split("->")
     of_a, of_b = ins.split(",")
     (along,) = set(of_a) & set(of_b)
@@ -112,7 +115,7 @@ def _raw(rules: Rules, operands: Operands) -> jax.Array:
 
 
 def _logits(rules: Rules, operands: Operands) -> jax.Array:
-    """The logits of a chunk before a scale and a soft cap that are constants."""
+    """Returns the logits of a chunk before a scale and a soft cap that are constants."""
     return _capped(_scaled(_raw(rules, operands), operands), operands)
 
 
@@ -132,7 +135,7 @@ def _where(operands: Operands) -> list[jax.Array]:
     return [operands["where"]] if "where" in operands else []
 
 
-def _numbers(rules: Rules, x: jax.Array, operands: Operands, local: jax.Array) -> Operands:
+def _row_terms(rules: Rules, x: jax.Array, operands: Operands, local: jax.Array) -> Operands:
     """Returns the terms of a chunk's losses, from this device's logits; `local` are the labels among these."""
     labels, where, row = operands["labels"][:, None], _where(operands), rules.row
     vocabulary = x.shape[1]
@@ -148,19 +151,19 @@ def _numbers(rules: Rules, x: jax.Array, operands: Operands, local: jax.Array) -
     if vocabulary:
         picked = row_losses.label_logit_gathered(x, jnp.where(here, local, 0)[:, None], **row)
         label = jnp.where(here, picked if where else reference.below(picked, maximum), 0.0)
-    numbers = {"max": maximum, "sum": total, "label": label}
+    terms = {"max": maximum, "sum": total, "label": label}
     if rules.smoothing:
         z = reference.logits(zero_ignored(x, labels, where, COLUMNS), rules.scale, rules.soft_cap)
-        numbers["total"] = (jnp.where(where[0], z, 0.0) if where else z).sum(1)
+        terms["total"] = (jnp.where(where[0], z, 0.0) if where else z).sum(1)
         count = jnp.broadcast_to(reference.column_count(x, where[0] if where else None, COLUMNS), (len(x), 1))
-        numbers["count"] = count[:, 0].astype(x.dtype)
+        terms["count"] = count[:, 0].astype(x.dtype)
     if "entropy" in rules.results:
-        numbers["spread"] = _spread(rules, x, maximum[:, None], where)
-    return numbers
+        terms["entropy_sum"] = _entropy_sum(rules, x, maximum[:, None], where)
+    return terms
 
 
-def _spread(rules: Rules, x: jax.Array, maximum: jax.Array, where: list[jax.Array]) -> jax.Array:
-    """`sum(exp(z - max) * (z - max))` of each row, to which a logit of -inf adds nothing."""
+def _entropy_sum(rules: Rules, x: jax.Array, maximum: jax.Array, where: list[jax.Array]) -> jax.Array:
+    """Returns `sum(exp(z - max) * (z - max))` of each row, to which a logit of -inf adds nothing."""
     distance = reference.below(reference.logits(x, rules.scale, rules.soft_cap), maximum) - maximum
     counts = distance > -jnp.inf
     for mask in where:
@@ -169,54 +172,54 @@ def _spread(rules: Rules, x: jax.Array, maximum: jax.Array, where: list[jax.Arra
     return jnp.where(counts, decay(distance, jnp.zeros_like(maximum)) * distance, 0.0).sum(1)
 
 
-def merged(numbers: Operands, parts: Parts) -> Operands:
-    """The terms of whole rows, by one exchange of a few numbers a row if the vocabulary is sharded."""
+def merged(row_terms: Operands, parts: Parts) -> Operands:
+    """Merges the terms of parts of rows, by one exchange of a few numbers a row if the vocabulary is sharded."""
     names = parts.vocabulary.names
     if not names:
-        return numbers
-    gathered = dict(zip(numbers, all_gather(names, *numbers.values()), strict=True))
+        return row_terms
+    gathered = dict(zip(row_terms, all_gather(names, *row_terms.values()), strict=True))
     maximum, total = gathered["max"], gathered["sum"]
-    whole = maximum.max(0)
-    shrunk = decay(maximum, whole[None])
-    out = {"max": whole, "sum": (total * shrunk).sum(0)}
+    largest = maximum.max(0)
+    shrunk = decay(maximum, largest[None])
+    out = {"max": largest, "sum": (total * shrunk).sum(0)}
     out |= {name: x.sum(0) for name, x in gathered.items() if name in ("label", "total", "count")}
-    if "spread" in gathered:
-        nearer = jnp.where(total == 0, 0.0, total * (jnp.where(total == 0, 0.0, maximum) - whole))
-        out["spread"] = jnp.where(total == 0, 0.0, shrunk * (gathered["spread"] + nearer)).sum(0)
+    if "entropy_sum" in gathered:
+        nearer = jnp.where(total == 0, 0.0, total * (jnp.where(total == 0, 0.0, maximum) - largest))
+        out["entropy_sum"] = jnp.where(total == 0, 0.0, shrunk * (gathered["entropy_sum"] + nearer)).sum(0)
     return out
 
 
-def losses_of(rules: Rules, numbers: Operands, labels: jax.Array) -> Operands:
+def losses_of(rules: Rules, row_terms: Operands, labels: jax.Array) -> Operands:
     """Returns the losses, states and entropies of tokens from the terms of their rows."""
-    stats = Stats(numbers["max"], numbers["sum"])
-    terms = row_losses.RowTerms(stats, numbers["label"], numbers.get("total"), numbers.get("count"))
+    stats = Stats(row_terms["max"], row_terms["sum"])
+    terms = row_losses.RowTerms(stats, row_terms["label"], row_terms.get("total"), row_terms.get("count", 0))
     row = {"axes": (), "smoothing": rules.smoothing, "z_loss": rules.z_loss}
-    found = {"loss": row_losses.loss_of_terms(terms, labels, **row), "max": stats.max, "sum": stats.sum}
-    if "spread" in numbers:
+    results = {"loss": row_losses.loss_of_terms(terms, labels, **row), "max": stats.max, "sum": stats.sum}
+    if "entropy_sum" in row_terms:
         # The logarithm of an empty row is undefined; its entropy is 0.
         total = jnp.where(stats.sum == 0, 1.0, stats.sum)
-        negated = numbers["spread"] / total - jnp.log(total)
+        negated = row_terms["entropy_sum"] / total - jnp.log(total)
         # The terms of logits far apart cancel, and their rounded difference may have the other sign.
-        found["entropy"] = 0.0 - reference.below(negated, jnp.zeros_like(negated))
-    return found
+        results["entropy"] = 0.0 - reference.below(negated, jnp.zeros_like(negated))
+    return results
 
 
 def _factors(
     rules: Rules, operands: Operands, cotangents: Mapping[str, jax.Array]
 ) -> tuple[Stats, jax.Array, jax.Array]:
-    """The states of rows, and by what their gradients have their probabilities and those of their labels."""
-    known = Stats(_column(operands, "max"), _column(operands, "sum"))
+    """Returns the rows' states, and a and b of their gradients `a * softmax - b * onehot(label)`."""
+    state = Stats(_column(operands, "max"), _column(operands, "sum"))
     of_loss, of_lse = (_column(cotangents, name) if name in cotangents else None for name in ("loss", "lse"))
-    return known, *factors(known, _column(operands, "labels"), of_loss, of_lse, rules.z_loss)
+    return state, *factors(state, _column(operands, "labels"), of_loss, of_lse, rules.z_loss)
 
 
 def _slopes(
-    rules: Rules, x: jax.Array, operands: Operands, local: jax.Array, cotangents: Mapping[str, jax.Array], count: Any
+    rules: Rules, x: jax.Array, operands: Operands, local: jax.Array, cotangents: Mapping[str, jax.Array], count: Count
 ) -> jax.Array:
     """Returns the gradient of a chunk's logits for cotangents of the losses, logsumexps and entropies, in one loop."""
     labels, where = operands["labels"][:, None], _where(operands)
     read = labels != IGNORED
-    known, of_p, of_q = _factors(rules, operands, cotangents)
+    state, prob_factor, label_factor = _factors(rules, operands, cotangents)
     if rules.all_rows:
         # Such a row is read, but no column is its label.
         local = jnp.where(read[:, 0], local, x.shape[1])
@@ -225,21 +228,19 @@ def _slopes(
     if where:
         x = jnp.where(where[0] | (reference.columns(x, COLUMNS) == local[:, None]), x, 0.0)
     if "entropy" in cotangents:
-        z = reference.below(reference.logits(x, rules.scale, rules.soft_cap), known.max)
-        log_p = z - known.max - jnp.log(known.sum)
+        z = reference.below(reference.logits(x, rules.scale, rules.soft_cap), state.max)
+        log_p = z - state.max - jnp.log(state.sum)
         log_p = jnp.where(log_p > -jnp.inf, log_p, 0.0)
-        of_p = of_p - _column(cotangents, "entropy") * (log_p + _column(operands, "entropy"))
+        prob_factor = prob_factor - _column(cotangents, "entropy") * (log_p + _column(operands, "entropy"))
     mask = where[0] if where else None
-    return reference.cross_entropy_slope(x, local[:, None], mask, of_p, of_q, known, **rules.row, count=count)
+    return reference.cross_entropy_slope(
+        x, local[:, None], mask, prob_factor, label_factor, state, **rules.row, count=count
+    )
 
 
 def _local_labels(labels: jax.Array, vocabulary: int, parts: Parts) -> jax.Array:
     """Returns labels among this device's columns, `IGNORED`, or past the last column."""
-    if not parts.vocabulary.names:
-        return labels
-    at = labels - vocabulary * jax.lax.axis_index(parts.vocabulary.names)
-    inside = (at >= 0) & (at < vocabulary)
-    return jnp.where(labels == IGNORED, IGNORED, jnp.where(inside, at, vocabulary))
+    return row_losses.local_labels(labels, [parts.vocabulary], [vocabulary]) if parts.vocabulary.names else labels
 
 
 def _cotangents(operands: Operands) -> Operands:
@@ -250,8 +251,8 @@ def _cotangents(operands: Operands) -> Operands:
     return given
 
 
-def _count(rules: Rules, operands: Operands, parts: Parts, vocabulary: int) -> Any:
-    """How many columns the rows of a chunk have on all devices, for smoothed labels."""
+def _count(rules: Rules, operands: Operands, parts: Parts, vocabulary: int) -> Count:
+    """Counts the columns that the rows of a chunk have on all devices, for smoothed labels."""
     names = parts.vocabulary.names
     if not rules.smoothing or not (names or "where" in operands):
         return None
@@ -262,7 +263,7 @@ def _count(rules: Rules, operands: Operands, parts: Parts, vocabulary: int) -> A
     return (jax.lax.psum(counts, names) if names else counts)[:, None]
 
 
-class _Pull(NamedTuple):
+class _GradientPlan(NamedTuple):
     """Says which gradients are wanted, and how they are computed.
 
     `by_kernel`: a kernel computes the weights of logits. `sum_dtype`: that of a chunk's part of the weight's gradient.
@@ -274,12 +275,12 @@ class _Pull(NamedTuple):
     moving: tuple[str, ...]
     gives_loss: bool
     by_kernel: bool
-    sum_dtype: Any
+    sum_dtype: np.dtype
     unit: jax.Array | None
 
 
-def _pulled(
-    pull: _Pull,
+def _chunk_gradients(
+    plan: _GradientPlan,
     operands: Operands,
     g: jax.Array,
     of_rows: jax.Array | None,
@@ -291,7 +292,7 @@ def _pulled(
     The sums are not multiplied by the unit yet. `of_rows`: factors of the rows of `g`, which then goes into the
     products as it is. `counts`: the tokens that have a cotangent; the rows of the others are 0, or have a factor of 0.
     """
-    rules, moving = pull.rules, pull.moving
+    rules, moving = plan.rules, plan.moving
     hidden, weight = operands["hidden"], operands["weight"]
     wide, sums, rows = accumulator_dtype(hidden.dtype), {}, {}
     if "cap" in operands and raw is not None:
@@ -308,75 +309,78 @@ def _pulled(
         if of_rows is not None:
             hidden = (hidden * of_rows[:, None]).astype(hidden.dtype)
         if rules.transposed:
-            sums["weight"] = _product(rules, "tv,te->ve", narrow, hidden, pull.sum_dtype)
+            sums["weight"] = _product(rules, "tv,te->ve", narrow, hidden, plan.sum_dtype)
         else:
-            sums["weight"] = _product(rules, "te,tv->ev", hidden, narrow, pull.sum_dtype)
+            sums["weight"] = _product(rules, "te,tv->ev", hidden, narrow, plan.sum_dtype)
     if "hidden" in moving:
+        if "weight" in moving and plan.parts.token_names:
+            # Devices add up the weight's gradient beside the product that comes after it.
+            narrow, sums["weight"] = jax.lax.optimization_barrier((narrow, sums["weight"]))
         # Parts of a sum over devices are not rounded yet.
-        dtype = wide if pull.parts.vocabulary.names else hidden.dtype
-        rounded = of_rows is None and pull.unit is None
+        dtype = wide if plan.parts.vocabulary.names else hidden.dtype
+        rounded = of_rows is None and plan.unit is None
         x = _product(rules, f"tv,{rules.axes('weight')}->te", narrow, weight, dtype if rounded else wide)
         x = x if of_rows is None else jnp.where(of_rows[:, None] == 0, 0.0, x * of_rows[:, None])
-        rows["hidden"] = (x if pull.unit is None else x * pull.unit).astype(dtype)
-    if pull.unit is not None:
-        rows |= {name: x * pull.unit for name, x in rows.items() if name != "hidden"}
+        rows["hidden"] = (x if plan.unit is None else x * plan.unit).astype(dtype)
+    if plan.unit is not None:
+        rows |= {name: x * plan.unit for name, x in rows.items() if name != "hidden"}
     return sums, rows
 
 
-def _body_gradient(pull: _Pull, chunk: Operands) -> tuple[Operands, Operands]:
-    """The gradients of a chunk's tokens and, with `gives_loss`, the losses, for weights that are the cotangents."""
-    rules, parts, _, gives_loss, *_ = pull
-    vocabulary = rules.vocabulary(chunk["weight"].shape)
-    local = _local_labels(chunk["labels"], vocabulary, parts)
-    if pull.by_kernel:
+def _body_gradient(plan: _GradientPlan, token_chunk: Operands) -> tuple[Operands, Operands]:
+    """Computes the gradients of a chunk's tokens; with `gives_loss` also losses, whose cotangents are the weights."""
+    rules, parts, _, gives_loss, *_ = plan
+    vocabulary = rules.vocabulary(token_chunk["weight"].shape)
+    local = _local_labels(token_chunk["labels"], vocabulary, parts)
+    if plan.by_kernel:
         raw = None
-        numbers, weights = linear_kernel.numbers_and_weights(rules, chunk, local)
+        row_terms, weights = linear_kernel.terms_and_weights(rules, token_chunk, local)
 
-        def slopes(chunk: Operands, cotangents: Operands, counts: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-            known, of_p, of_q = jax.tree.map(lambda x: x[:, 0], _factors(rules, chunk, cotangents))
+        def slopes(operands: Operands, cotangents: Operands, counts: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+            state, prob_factor, label_factor = jax.tree.map(lambda x: x[:, 0], _factors(rules, operands, cotangents))
             here = jnp.where(local < vocabulary, local, IGNORED)
-            slope, of_rows = linear_kernel.slopes(rules, weights, known, of_p, of_q, here, counts)
+            slope, of_rows = linear_kernel.slopes(rules, weights, state, prob_factor, label_factor, here, counts)
             return slope[: len(local), :vocabulary], of_rows
     else:
-        raw = _raw(rules, chunk)
-        x = _capped(_scaled(raw, chunk), chunk)
-        numbers = _numbers(rules, x, chunk, local) if gives_loss else {}
+        raw = _raw(rules, token_chunk)
+        x = _capped(_scaled(raw, token_chunk), token_chunk)
+        row_terms = _row_terms(rules, x, token_chunk, local) if gives_loss else {}
 
-        def slopes(chunk: Operands, cotangents: Operands, counts: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-            g = _slopes(rules, x, chunk, local, cotangents, _count(rules, chunk, parts, vocabulary))
+        def slopes(operands: Operands, cotangents: Operands, counts: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+            g = _slopes(rules, x, operands, local, cotangents, _count(rules, operands, parts, vocabulary))
             return jnp.where(counts[:, None], g, 0.0), None
 
     if gives_loss:
-        found = losses_of(rules, merged(numbers, parts), chunk["labels"])
-        chunk, cotangents = chunk | {n: found[n] for n in rules.states}, {"loss": chunk["weights"]}
+        results = losses_of(rules, merged(row_terms, parts), token_chunk["labels"])
+        token_chunk, cotangents = token_chunk | {n: results[n] for n in rules.states}, {"loss": token_chunk["weights"]}
     else:
-        found, cotangents = {}, _cotangents(chunk)
+        results, cotangents = {}, _cotangents(token_chunk)
     # The gradient of a token without a cotangent is 0, whatever its hidden state is.
-    reads = {"loss": chunk["labels"] != IGNORED}
+    reads = {"loss": token_chunk["labels"] != IGNORED}
     counts = functools.reduce(jnp.logical_or, [(ct != 0) & reads.get(n, True) for n, ct in cotangents.items()])
-    g, of_rows = slopes(chunk, cotangents, counts)
-    sums, rows = _pulled(pull, chunk, g, of_rows, raw, counts)
-    return sums, rows | {n: found[n] for n in ("loss", "max", "sum") if n in found}
+    g, of_rows = slopes(token_chunk, cotangents, counts)
+    sums, rows = _chunk_gradients(plan, token_chunk, g, of_rows, raw, counts)
+    return sums, rows | {n: results[n] for n in ("loss", "max", "sum") if n in results}
 
 
 def forward(rules: Rules, parts: Parts, operands: Operands, *, may_run_kernel: bool = False) -> Operands:
     """Returns losses, states and entropies."""
 
-    def body(chunk: Operands) -> tuple[Operands, Operands]:
-        x = _logits(rules, chunk)
-        return {}, _numbers(rules, x, chunk, _local_labels(chunk["labels"], x.shape[1], parts))
+    def body(token_chunk: Operands) -> tuple[Operands, Operands]:
+        x = _logits(rules, token_chunk)
+        return {}, _row_terms(rules, x, token_chunk, _local_labels(token_chunk["labels"], x.shape[1], parts))
 
     needed = {n: x for n, x in operands.items() if n != "weights"}
     wide = accumulator_dtype(operands["hidden"].dtype)
     if may_run_kernel and linear_kernel.decide(rules, needed, hardware.current()).chosen:
         local = _local_labels(operands["labels"], rules.vocabulary(operands["weight"].shape), parts)
-        numbers = linear_kernel.numbers(rules, needed, local)
+        row_terms = linear_kernel.row_terms(rules, needed, local)
     else:
-        _, numbers = _over_chunks(body, rules, needed, _chunk_size_of(rules, needed, wide.itemsize))
-    found = losses_of(rules, merged(numbers, parts), operands["labels"])
+        _, row_terms = _over_chunks(body, rules, needed, _chunk_size_of(rules, needed, wide.itemsize))
+    results = losses_of(rules, merged(row_terms, parts), operands["labels"])
     if "weights" in operands:
-        found["loss"] = operands["weights"] * found["loss"]
-    return found
+        results["loss"] = operands["weights"] * results["loss"]
+    return results
 
 
 def gradient(
@@ -394,7 +398,7 @@ def gradient(
     unit = None
     if hidden.dtype == jnp.float16:
         given = ["weights"] if gives_loss else [n for n in operands if n.startswith(COTANGENT)]
-        unit = _unit([operands["weights"]] if gives_loss else [*_cotangents(operands).values()])
+        unit = _loss_scale([operands["weights"]] if gives_loss else [*_cotangents(operands).values()])
         operands = operands | {n: operands[n] / unit for n in given}
     decide = functools.partial(linear_kernel.decide, rules, operands, hardware.current(), for_gradient=True)
     by_kernel = may_run_kernel and decide().chosen is not None
@@ -402,21 +406,23 @@ def gradient(
         size = _chunk_size_of(rules, operands, hidden.dtype.itemsize, KERNEL_BYTES)
     else:
         size = _chunk_size_of(rules, operands, hidden.dtype.itemsize + wide.itemsize)
-    is_sum = parts.token_names or size != operands["labels"].shape[0]
-    sum_dtype = wide if is_sum or unit is not None else hidden.dtype
-    pull = _Pull(rules, parts, moving, gives_loss, by_kernel, sum_dtype, unit)
-    sums, rows = _over_chunks(functools.partial(_body_gradient, pull), rules, operands, size)
-    found = sums | rows
+    reduce_dtype = rules.reduce_dtype or hidden.dtype
+    is_sum = size != operands["labels"].shape[0]
+    sum_dtype = wide if is_sum or unit is not None else reduce_dtype if parts.token_names else hidden.dtype
+    plan = _GradientPlan(rules, parts, moving, gives_loss, by_kernel, sum_dtype, unit)
+    sums, rows = _over_chunks(functools.partial(_body_gradient, plan), rules, operands, size)
+    gradients = sums | rows
     for name in moving:
         names = parts.vocabulary.names if name in rows else parts.token_names
         # The unit is this device's own.
-        part = found[name] if name in rows or unit is None else found[name] * unit
-        found[name] = (jax.lax.psum(part, names) if names else part).astype(operands[name].dtype)
-    return found
+        part = gradients[name] if name in rows or unit is None else gradients[name] * unit
+        part = part.astype(reduce_dtype) if names and name == "weight" else part
+        gradients[name] = (jax.lax.psum(part, names) if names else part).astype(operands[name].dtype)
+    return gradients
 
 
-def _unit(cotangents: Sequence[jax.Array]) -> jax.Array:
-    """The power of 2 by which cotangents are divided, so that float16 holds the gradient of the logits."""
+def _loss_scale(cotangents: Sequence[jax.Array]) -> jax.Array:
+    """Returns the power of 2 by which cotangents are divided, so that float16 holds the gradient of the logits."""
     most = jax.lax.stop_gradient(jnp.stack([jnp.abs(ct).max(initial=0.0) for ct in cotangents]).max())
     exponent = jnp.frexp(most)[1]
     return jnp.where((most > 0) & jnp.isfinite(most), jnp.ldexp(jnp.ones_like(most), exponent), 1.0)
@@ -426,23 +432,23 @@ def tangent(rules: Rules, parts: Parts, operands: Operands) -> Operands:
     """Returns the tangents of losses, logsumexps and entropies for the tangents among the operands."""
     moving = [n.removeprefix(TANGENT) for n in operands if n.startswith(TANGENT)]
 
-    def body(chunk: Operands) -> tuple[Operands, Operands]:
-        of = lambda *moved: _logits(rules, chunk | dict(zip(moving, moved, strict=True)))
-        x, t = jax.jvp(of, [chunk[n] for n in moving], [chunk[TANGENT + n] for n in moving])
-        local = _local_labels(chunk["labels"], x.shape[1], parts)
-        count, one = _count(rules, chunk, parts, x.shape[1]), jnp.ones_like(chunk["max"])
-        slope = lambda name: _slopes(rules, x, chunk, local, {name: one}, count)
+    def body(token_chunk: Operands) -> tuple[Operands, Operands]:
+        of = lambda *moved: _logits(rules, token_chunk | dict(zip(moving, moved, strict=True)))
+        x, t = jax.jvp(of, [token_chunk[n] for n in moving], [token_chunk[TANGENT + n] for n in moving])
+        local = _local_labels(token_chunk["labels"], x.shape[1], parts)
+        count, one = _count(rules, token_chunk, parts, x.shape[1]), jnp.ones_like(token_chunk["max"])
+        slope = lambda name: _slopes(rules, x, token_chunk, local, {name: one}, count)
         return {}, {name: _dot(slope(name), t) for name in rules.results}
 
     wide = accumulator_dtype(operands["hidden"].dtype)
-    _, found = _over_chunks(body, rules, operands, _chunk_size_of(rules, operands, 2 * wide.itemsize))
+    _, tangents = _over_chunks(body, rules, operands, _chunk_size_of(rules, operands, 2 * wide.itemsize))
     if names := parts.vocabulary.names:
-        found = {name: jax.lax.psum(x, names) for name, x in found.items()}
+        tangents = {name: jax.lax.psum(x, names) for name, x in tangents.items()}
     if "weights" in operands:
-        found["loss"] = of_gradient(operands["weights"], found["loss"], ())
-    return found
+        tangents["loss"] = of_gradient(operands["weights"], tangents["loss"], ())
+    return tangents
 
 
 def _dot(slope: jax.Array, t: jax.Array) -> jax.Array:
-    """The sum of the products of each row, to which a slope of 0 adds nothing."""
+    """Returns the sum of the products of each row, to which a slope of 0 adds nothing."""
     return jnp.where(slope == 0, 0.0, slope * t).sum(1)

@@ -26,33 +26,16 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax._core import recorder
-from jaxsoftmax._core.primitives import (
-    Plan,
-    checked,
-    define,
-    higher_jvp,
-    lower,
-    recorded,
-    run_shards,
-    saved,
-    typed,
-    zeros,
-)
+from jaxsoftmax._core.axes import Sharded, Signature, parse
+from jaxsoftmax._core.lowering import Plan, lower, recorded, run_shards
+from jaxsoftmax._core.primitives import Mapped, checked, define, higher_jvp, saved, zeros
 from jaxsoftmax._core.sharding import (
     AxisSharding,
-    Entry,
-    Shape,
-    Shard,
-    Spec,
-    common_spec,
     inside_of,
     is_explicit,
-    mesh_axes,
-    mesh_of,
     on_mesh_of,
     reshard,
     settings_for,
-    sharding_rule,
     spec_of,
     unify_shardings,
     unify_varying,
@@ -90,100 +73,55 @@ def _results(primitive: Primitive, rules: Rules, moving: Names = ()) -> Names:
     return ("loss", *(("max", "sum") if "lse" in rules.results else ()), *rules.states[2:])
 
 
-def _dims(rules: Rules, name: str, tokens: int) -> list[int | None]:
-    """For each axis of an operand the token axis that it is, or how many there are for the vocabulary, or None."""
-    of = {"t": list(range(tokens)), "v": [tokens], "e": [None]}
-    return [d for axis in rules.axes(name) for d in of[axis]]
-
-
-def _full_spec(rules: Rules, names: Names, shapes: Sequence[Shape], specs: Sequence[Spec]) -> Spec:
-    """How the token axes and the vocabulary are sharded; a mesh axis that has tokens has no part of the vocabulary."""
-    tokens = len(shapes[names.index("labels")])
-    rows: list[list[Entry]] = []
-    for name, spec in zip(names, specs, strict=True):
-        entries = dict(zip(_dims(rules, name, tokens), spec, strict=True))
-        rows.append([entries.get(d) for d in range(tokens + 1)])
-    return common_spec([tuple(row) for row in rows])
+def _signature(rules: Rules, names: Names, results: Names, tokens: int) -> Signature:
+    """Returns the axes of operands and results; devices share tokens and vocabulary, and each has all embeddings."""
+    operands, of_results = (tuple(parse(rules.axes(name), tokens) for name in x) for x in (names, results))
+    return Signature(operands, of_results, parse("*tv", tokens))
 
 
 def unify_tokens(rules: Rules, operands: Operands) -> Operands:
     """Reshards the operands that tokens have so that the tokens of all are sharded alike."""
     tokens = operands["labels"].ndim
-    of_tokens = {name: x for name, x in operands.items() if rules.axes(name)[0] == "t"}
-    axes = [[tokens + 1 if d is None else d for d in _dims(rules, name, tokens)] for name in of_tokens]
+    of_tokens = {name: x for name, x in operands.items() if rules.has_tokens(name)}
+    order = parse("*tve", tokens)
+    axes = [[order.index(axis) for axis in parse(rules.axes(name), tokens)] for name in of_tokens]
     return operands | dict(zip(of_tokens, unify_shardings(*of_tokens.values(), axes=axes), strict=True))
 
 
-def _spec(rules: Rules, name: str, full: Sequence[Any], shape: Shape | None = None) -> list[Any]:
-    """Returns the entries of an operand or result out of those of the token axes and the vocabulary."""
-    entries = [None if d is None else full[d] for d in _dims(rules, name, len(full) - 1)]
-    return entries if shape is None else [e if n != 1 else None for e, n in zip(entries, shape, strict=True)]
-
-
 def _avals(primitive: Primitive, *avals: Any, names: Names, rules: Rules, **params: Any) -> list[Any]:
-    of, mesh = dict(zip(names, avals, strict=True)), mesh_of(avals)
-    full = _full_spec(rules, names, [a.shape for a in avals], [spec_of(a) for a in avals])
-    wide = accumulator_dtype(of["hidden"].dtype)
-    like = {name: (of[name].shape, of[name].dtype) for name in params.get("moving", ())}
-    return [
-        typed(of["hidden"], mesh, shape, _spec(rules, name, full), dtype)
-        for name in _results(primitive, rules, **params)
-        for shape, dtype in [like.get(name, (of["labels"].shape, wide))]
-    ]
+    of, results = dict(zip(names, avals, strict=True)), _results(primitive, rules, **params)
+    loss = of["labels"].update(dtype=accumulator_dtype(of["hidden"].dtype))
+    likes = [of[name] if name in params.get("moving", ()) else loss for name in results]
+    signature = _signature(rules, names, results, len(loss.shape))
+    return signature.types(avals, [x.dtype for x in likes], [x.shape for x in likes])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A primitive applied to operands with names, as an operation that can be partitioned."""
+def _compute_part(
+    compute: Callable[..., Operands],
+    rules: Rules,
+    names: Names,
+    results: Names,
+    shardings: Mapping[str, AxisSharding],
+    *operands: jax.Array,
+) -> list[jax.Array]:
+    """Computes one device's part, with the tokens as one axis."""
+    of = dict(zip(names, operands, strict=True))
+    tokens = of["labels"].shape
+    parts = Parts(tuple(shardings[f"t{i}"] for i in range(len(tokens))), shardings["v"])
+    count = math.prod(tokens)
 
-    rules: Rules
-    names: Names
-    results: Names
-    compute: Callable[..., Operands]
+    def flat(name: str, x: jax.Array) -> jax.Array:
+        if not rules.has_tokens(name):
+            return x
+        lead, rest = x.shape[: len(tokens)], x.shape[len(tokens) :]
+        if all(n == 1 for n in lead):
+            return x.reshape(1, *rest) if count != 0 else jnp.broadcast_to(x, (*tokens, *rest)).reshape(0, *rest)
+        return jnp.broadcast_to(x, (*tokens, *rest)).reshape(count, *rest)
 
-    def whole(self, *operands: jax.Array) -> list[jax.Array]:
-        """Computes all of it on one device."""
-        vocabulary = self.rules.vocabulary(operands[self.names.index("weight")].shape)
-        return self._run(Parts((), AxisSharding((), vocabulary)), *operands)
-
-    def shard_problem(self, shapes: Sequence[Shape], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Shard:
-        """Returns one device's part."""
-        full = _full_spec(self.rules, self.names, shapes, specs)
-        ins = [P(*_spec(self.rules, n, full, shape)) for n, shape in zip(self.names, shapes, strict=True)]
-        outs = [P(*_spec(self.rules, name, full)) for name in self.results]
-        labels, weight = (shapes[self.names.index(name)] for name in ("labels", "weight"))
-        extents = *labels, self.rules.vocabulary(weight)
-        *tokens, vocabulary = (AxisSharding(mesh_axes(e), n) for e, n in zip(full, extents, strict=True))
-        return Shard(ins, outs, functools.partial(self._run, Parts(tuple(tokens), vocabulary)))
-
-    def shardy_rule(self, shapes: Sequence[Shape]) -> Any:
-        """The token axes and the vocabulary are factors; the embedding is no device's part."""
-        factors = [f"axis{d}" for d in range(len(shapes[self.names.index("labels")]) + 1)]
-        operands = [_spec(self.rules, n, factors, shape) for n, shape in zip(self.names, shapes, strict=True)]
-        return sharding_rule(operands, [_spec(self.rules, name, factors) for name in self.results])
-
-    def is_whole_in(self, pieces: Sequence[Shape]) -> bool:
-        """Whether nothing is split."""
-        return all(n == 1 for piece in pieces for n in piece)
-
-    def _run(self, parts: Parts, *operands: jax.Array) -> list[jax.Array]:
-        """Computes this device's part, with the tokens as one axis."""
-        of = dict(zip(self.names, operands, strict=True))
-        tokens = of["labels"].shape
-        count = math.prod(tokens)
-
-        def flat(name: str, x: jax.Array) -> jax.Array:
-            if self.rules.axes(name)[0] != "t":
-                return x
-            lead, rest = x.shape[: len(tokens)], x.shape[len(tokens) :]
-            if all(n == 1 for n in lead):
-                return x.reshape(1, *rest) if count != 0 else jnp.broadcast_to(x, (*tokens, *rest)).reshape(0, *rest)
-            return jnp.broadcast_to(x, (*tokens, *rest)).reshape(count, *rest)
-
-        of = {name: flat(name, x) for name, x in _without_padding(self.rules, parts, of).items()}
-        found = self.compute(self.rules, parts, of)
-        unflat = lambda x: x.reshape(*tokens, *x.shape[1:])
-        return [unflat(found[n]) if self.rules.axes(n)[0] == "t" else found[n] for n in self.results]
+    of = {name: flat(name, x) for name, x in _without_padding(rules, parts, of).items()}
+    outputs = compute(rules, parts, of)
+    unflat = lambda x: x.reshape(*tokens, *x.shape[1:])
+    return [unflat(outputs[name]) if rules.has_tokens(name) else outputs[name] for name in results]
 
 
 def _without_padding(rules: Rules, parts: Parts, of: Operands) -> Operands:
@@ -209,21 +147,27 @@ _COMPUTE: dict[Primitive, Callable[..., Operands]] = {
 }
 
 
-def call_of(primitive: Primitive, *, names: Names, rules: Rules, **params: Any) -> _Call:
-    compute = functools.partial(_COMPUTE[primitive], **params)
-    return _Call(rules, names, _results(primitive, rules, **params), compute)
+def call_of(
+    primitive: Primitive, tokens: int, *, names: Names, rules: Rules, may_run_kernel: bool = False, **params: Any
+) -> Sharded:
+    """Returns the call of a primitive on operands with so many axes of tokens."""
+    results = _results(primitive, rules, **params)
+    how = params | ({"may_run_kernel": True} if may_run_kernel else {})
+    compute = functools.partial(_COMPUTE[primitive], **how)
+    part = functools.partial(_compute_part, compute, rules, names, results)
+    return Sharded(_signature(rules, names, results, tokens), part)
 
 
 def _lower(
     primitive: Primitive, ctx: mlir.LoweringRuleContext, *operands: Any, may_run_kernel: bool = False, **params: Any
 ) -> Any:
-    call = call_of(primitive, **params)
-    if may_run_kernel:
-        call = dataclasses.replace(call, compute=functools.partial(call.compute, may_run_kernel=True))
+    avals: Sequence[Any] = ctx.avals_in
+    tokens = len(avals[params["names"].index("labels")].shape)
+    call = call_of(primitive, tokens, may_run_kernel=may_run_kernel, **params)
     by_xla = functools.partial(lower, ctx, call, *operands)
     if not recorder.is_open():
         return by_xla()
-    plan = _plan(primitive, ctx.avals_in, **params) if may_run_kernel else None
+    plan = _plan(primitive, avals, **params) if may_run_kernel else None
     return recorded(ctx, plan, None, by_xla, *operands, **params)
 
 
@@ -243,36 +187,16 @@ def _plan(primitive: Primitive, avals: Sequence[Any], names: Names, rules: Rules
 
 def _plain(primitive: Primitive, *operands: jax.Array, **params: Any) -> list[jax.Array]:
     """Computes a primitive by operations that have derivatives."""
-    call = call_of(primitive, **params)
+    call = call_of(primitive, operands[params["names"].index("labels")].ndim, **params)
     return run_shards(call, *operands) if is_explicit([jax.typeof(x) for x in operands]) else call.whole(*operands)
 
 
-def _batch(
-    primitive: Primitive, _: Any, operands: Sequence[jax.Array], dims: Sequence[int | None], **params: Any
-) -> tuple[Any, Any]:
-    """Maps tokens as one more axis of tokens, where all that is mapped and all results have these; else in a loop."""
+def _place(primitive: Primitive, operands: Sequence[jax.Array], dims: Sequence[int | None], **params: Any) -> Mapped:
+    """Places a mapped axis among the axes of tokens, first."""
     names, rules = params["names"], params["rules"]
     results = _results(primitive, **{n: x for n, x in params.items() if n != "names"})
-    mapped = [i for i, d in enumerate(dims) if d is not None]
-    if not mapped:
-        out = primitive.bind(*operands, **params)
-        return out, [None] * len(out)
-    moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
-    if all(rules.axes(name)[0] == "t" for name in (*(names[i] for i in mapped), *results)):
-        extent = moved[mapped[0]].shape[0]
-        for i, name in enumerate(names):
-            if i not in mapped and rules.axes(name)[0] == "t":
-                moved[i] = moved[i][None]
-                moved[i] = moved[i] if name == "where" else jnp.broadcast_to(moved[i], (extent, *moved[i].shape[1:]))
-        out = primitive.bind(*unify_varying(*moved), **params)
-        return out, [0] * len(out)
-
-    def one(pieces: Sequence[jax.Array]) -> Any:
-        given = dict(enumerate(moved)) | dict(zip(mapped, pieces, strict=True))
-        return primitive.bind(*unify_varying(*given.values()), **params)
-
-    out = jax.lax.map(one, [moved[i] for i in mapped])
-    return out, [0] * len(out)
+    places, of_results = (tuple(0 if rules.has_tokens(name) else None for name in of) for of in (names, results))
+    return Mapped(places, of_results, params, [i for i, name in enumerate(names) if name != "where"])
 
 
 def _loss_jvp(
@@ -392,7 +316,7 @@ def _pulled_by_saved(
     with settings_for(ct, *known.values()), on_mesh_of([jax.typeof(x) for x in known.values()]):
         found: dict[str, jax.Array] = {}
         for name in moving:
-            if rules.axes(name)[0] == "t":
+            if rules.has_tokens(name):
                 times = jnp.expand_dims(ct, range(ct.ndim, saved[name].ndim))
                 found[name] = of_gradient(saved[name], times, ()).astype(saved[name].dtype)
         summed = tuple(name for name in moving if name not in found)
@@ -466,7 +390,7 @@ def _without_gradient(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any
 for _primitive in (LOSS, OF_TANGENT, OF_COTANGENT, GRADIENT):
     # The second and the third result are states of rows, if losses are among the results.
     _states = (1, 2) if _primitive in (LOSS, GRADIENT) else ()
-    define(_primitive, functools.partial(_avals, _primitive), functools.partial(_batch, _primitive), states=_states)
+    define(_primitive, functools.partial(_avals, _primitive), functools.partial(_place, _primitive), states=_states)
     mlir.register_lowering(_primitive, functools.partial(_lower, _primitive))
 for _primitive in (LOSS, OF_COTANGENT, GRADIENT):
     mlir.register_lowering(_primitive, functools.partial(_lower, _primitive, may_run_kernel=True), platform="cuda")

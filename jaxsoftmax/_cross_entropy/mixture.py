@@ -5,23 +5,25 @@ it, from the rows' logsumexps.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxsoftmax._cross_entropy.primitives import of_gradient
 
-# The loss, the logsumexp if it is asked for, and other results, for `(smoothing, z_loss, with_lse)` that are constants.
-Compute = Callable[[float, float, bool], Sequence[Any]]
+# Returns the loss, the logsumexp if asked for, and other results, for constants `(smoothing, z_loss, with_lse)`.
+Compute = Callable[[float, float, bool], Sequence[jax.Array]]
+Number = float | jax.Array  # a constant, or data
 
 
-def is_mixture(smoothing: Any, z_loss: Any) -> bool:
+def is_mixture(smoothing: Number, z_loss: Number) -> bool:
     """Whether any of the two is data."""
     return isinstance(smoothing, jax.Array) or isinstance(z_loss, jax.Array)
 
 
-def mixed(compute: Compute, ignored: jax.Array, smoothing: Any, z_loss: Any, with_lse: bool) -> Sequence[Any]:
+def mixed(
+    compute: Compute, ignored: jax.Array, smoothing: Number, z_loss: Number, with_lse: bool
+) -> Sequence[jax.Array]:
     """Calls `compute` with numbers that may be data; `ignored` rows have no loss."""
     z_is_data = isinstance(z_loss, jax.Array)
     constant = 0.0 if z_is_data else z_loss
@@ -39,5 +41,5 @@ def mixed(compute: Compute, ignored: jax.Array, smoothing: Any, z_loss: Any, wit
 
 
 def _times(number: jax.Array, term: jax.Array) -> jax.Array:
-    """A number times one of each row, in which 0 times NaN or infinity is 0, in derivatives too."""
+    """Multiplies a number by one of each row, in which 0 times NaN or infinity is 0, in derivatives too."""
     return of_gradient(number.reshape((1,) * term.ndim), term, ())

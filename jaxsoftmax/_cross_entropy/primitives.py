@@ -18,12 +18,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.interpreters import partial_eval as pe
 
 from jaxsoftmax._core import checks
-from jaxsoftmax._core.primitives import checked, higher_jvp, lower_plain, zeros
+from jaxsoftmax._core.lowering import lower_plain
+from jaxsoftmax._core.primitives import checked, higher_jvp, zeros
 from jaxsoftmax._core.sharding import Columns, on_mesh_of, settings_for, unify_shardings, unify_varying
 from jaxsoftmax._cross_entropy import loss as row_losses
 from jaxsoftmax._softmax.primitives import BY_OP, Computation, bind, by_reference, define_over_rows, implement
@@ -44,6 +46,7 @@ _OF_SUM = (
 )
 
 Axes = tuple[int, ...]
+Tangent = jax.Array | ad.Zero
 Numbers = Sequence[jax.Array | None]
 Pull = Callable[..., jax.Array]
 
@@ -76,14 +79,22 @@ def weigh(weights: jax.Array, loss: jax.Array) -> jax.Array:
     return checked(out)
 
 
-def _weigh_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, axes: Axes) -> tuple[Any, Any]:
+def _weigh_jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, axes: Axes
+) -> tuple[Sequence[jax.Array], Sequence[Tangent]]:
+    """Returns `w * L` and `w * dL + L * dw`."""
     weights, loss = primals
     of_weights, of_loss = tangents
     out = _WEIGH.bind(weights, loss, axes=axes)
-    slopes = [] if type(of_loss) is ad.Zero else [of_gradient(weights, of_loss, axes)]
-    if type(of_weights) is not ad.Zero:
+    slopes = [] if isinstance(of_loss, ad.Zero) else [of_gradient(weights, of_loss, axes)]
+    if not isinstance(of_weights, ad.Zero):
         slopes.append(of_weight(weights, loss, of_weights))
-    return out, [sum(slopes[1:], slopes[0])] if slopes else zeros(out)
+    return out, [_added(slopes, out[0])]
+
+
+def _added(slopes: Sequence[jax.Array], out: jax.Array) -> Tangent:
+    """Adds up tangents of `out`, of which there may be none."""
+    return sum(slopes[1:], slopes[0]) if slopes else zeros(out)
 
 
 def of_weight(weights: jax.Array, loss: jax.Array, t: jax.Array) -> jax.Array:
@@ -92,7 +103,7 @@ def of_weight(weights: jax.Array, loss: jax.Array, t: jax.Array) -> jax.Array:
 
 
 def zero_ignored(x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], axes: Axes) -> jax.Array:
-    """`x`, and 0 where it does not count, so that no infinity times 0 enters a derivative."""
+    """Returns `x`, and 0 where it does not count, so that no infinity times 0 enters a derivative."""
     counts = labels != IGNORED
     for mask in where:
         counts = counts & (mask | (reference.columns(x, axes) == labels))
@@ -100,16 +111,16 @@ def zero_ignored(x: jax.Array, labels: jax.Array, where: Sequence[jax.Array], ax
 
 
 def factors(
-    known: Stats, labels: jax.Array, of_loss: jax.Array | None, of_lse: jax.Array | None, z_loss: float
+    state: Stats, labels: jax.Array, of_loss: jax.Array | None, of_lse: jax.Array | None, z_loss: float
 ) -> tuple[jax.Array, jax.Array]:
     """Returns a and b of the rows' gradients `a * softmax - b * onehot(label)`."""
     read = labels != IGNORED
-    of_q = jnp.zeros_like(known.sum) if of_loss is None else jnp.where(read, of_loss, 0.0)
-    of_p = jnp.where(read, reference.weight_of_p(of_q, log_normalizer(known), z_loss), 0.0)
-    return of_p if of_lse is None else of_p + of_lse, of_q
+    label_factor = jnp.zeros_like(state.sum) if of_loss is None else jnp.where(read, of_loss, 0.0)
+    prob_factor = jnp.where(read, reference.prob_factor_of(label_factor, log_normalizer(state), z_loss), 0.0)
+    return prob_factor if of_lse is None else prob_factor + of_lse, label_factor
 
 
-def _pull_to_logits(
+def _vjp_logits(
     cts: Numbers,
     x: jax.Array,
     labels: jax.Array,
@@ -121,15 +132,16 @@ def _pull_to_logits(
     z_loss: float,
     **row: Any,
 ) -> jax.Array:
+    """Returns `dx = (a * softmax(z) - b * onehot(label)) * dz/dx`, with a and b of `factors`."""
     of_loss, of_lse = (*cts, None)[:2]
-    known = Stats(maximum, total)
-    of_p, of_q = factors(known, labels, of_loss, of_lse, z_loss)
+    state = Stats(maximum, total)
+    prob_factor, label_factor = factors(state, labels, of_loss, of_lse, z_loss)
     if of_lse is not None and all_rows:
         # Such a row is read if its logsumexp is used, but no column is its label.
         labels = jnp.where((labels != IGNORED) | (of_lse == 0), labels, IGNORED - 1)
     mask = where[0] if where else None
     return reference.cross_entropy_slope(
-        zero_ignored(x, labels, where, axes), labels, mask, of_p, of_q, known, axes=axes, **row
+        zero_ignored(x, labels, where, axes), labels, mask, prob_factor, label_factor, state, axes=axes, **row
     )
 
 
@@ -143,27 +155,27 @@ def _pull_loss(
     summed: bool,
     **row: Any,
 ) -> jax.Array:
-    """Computes it by a kernel if there is one, which takes no cotangent of the logsumexp and rounds before a sum."""
+    """Computes the logits' gradient by a kernel if one can: none takes an lse's cotangent or sums rows."""
     of_loss, *of_lse = cts
     with_lse = any(ct is not None for ct in of_lse)
     if of_loss is not None and not summed and not with_lse:
         return _TO_LOGITS.bind(*unify_varying(x, labels, of_loss, *rest), implementation=implementation, **row)
     if implementation == "mosaic_gpu":
         raise checks.no_kernel(NAME, _OF_LSE if with_lse else _OF_SUM)
-    return _pull_to_logits(cts, x, labels, *rest, all_rows=all_rows, **row)
+    return _vjp_logits(cts, x, labels, *rest, all_rows=all_rows, **row)
 
 
-def _push(
+def _losses_jvp(
     *operands: jax.Array, axes: Axes, stats: bool, implementation: str | None = None, **row: Any
 ) -> list[jax.Array]:
     """Each result is the product of the tangent with the pullback of 1."""
     *residuals, t = operands
     one = jnp.ones((), accumulator_dtype(t.dtype))
     units = [[one, None], [None, one]] if stats else [[one]]
-    return [(_pull_to_logits(unit, *residuals, axes=axes, **row) * t.astype(one.dtype)).sum(axes) for unit in units]
+    return [(_vjp_logits(unit, *residuals, axes=axes, **row) * t.astype(one.dtype)).sum(axes) for unit in units]
 
 
-def _pull_to_gradient(cts: Sequence[jax.Array], gradient: jax.Array, **_: Any) -> jax.Array:
+def _pull_to_gradient(cts: Sequence[jax.Array], gradient: jax.Array, **_: object) -> jax.Array:
     (ct,) = cts
     return of_gradient(gradient, ct, ())
 
@@ -176,18 +188,20 @@ def _products(gradient: jax.Array, t: jax.Array, *, axes: Axes) -> list[jax.Arra
     return [jnp.where(nothing, 0.0, gradient * t).sum(axes)]
 
 
-def _products_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], *, axes: Axes) -> tuple[Any, Any]:
-    """The JVP of a product, which is linear in each factor."""
+def _products_jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, axes: Axes
+) -> tuple[Sequence[jax.Array], Sequence[Tangent]]:
+    """Returns `sum(g * t)` and `sum(t * dg) + sum(g * dt)`."""
     gradient, t = primals
     out = of_gradient(gradient, t, axes)
     pairs = zip((t, gradient), tangents, strict=True)
-    slopes = [of_gradient(other, moved, axes) for other, moved in pairs if type(moved) is not ad.Zero]
-    return [out], [sum(slopes[1:], slopes[0]) if slopes else zeros(out)]
+    slopes = [of_gradient(other, moved, axes) for other, moved in pairs if not isinstance(moved, ad.Zero)]
+    return [out], [_added(slopes, out)]
 
 
 @functools.partial(jax.jit, static_argnames=("primitive", "broadcast", "dtype", "params"))
-def _pulled(
-    cts: Numbers, residuals: Sequence[jax.Array], *, primitive: Primitive, broadcast: Axes, dtype: Any, params: Any
+def _chunk_gradients(
+    cts: Numbers, residuals: Sequence[jax.Array], *, primitive: Primitive, broadcast: Axes, dtype: np.dtype, params: Any
 ) -> jax.Array:
     """Returns the pullback of cotangents, rounded once; it is one program even if the backward pass is not compiled."""
     with on_mesh_of([jax.typeof(x) for x in residuals]):
@@ -209,22 +223,24 @@ def _transpose(
         numbers = [None if type(ct) is ad.Zero else jnp.expand_dims(ct, axes) for ct in cts]
         shape = jnp.broadcast_shapes(*(x.shape for x in [*residuals, *numbers] if x is not None))
         broadcast = tuple(d for d, n in enumerate(t.aval.shape) if n != shape[d])
-        out = _pulled(numbers, residuals, primitive=primitive, broadcast=broadcast, dtype=t.aval.dtype, params=params)
+        out = _chunk_gradients(
+            numbers, residuals, primitive=primitive, broadcast=broadcast, dtype=t.aval.dtype, params=params
+        )
     return [*still, checked(out)]
 
 
 def _to_logits(x: jax.Array, labels: jax.Array, weights: jax.Array, *rest: jax.Array, **row: Any) -> jax.Array:
     """Returns the gradient times the weights, from the rows' known states."""
-    return _pull_to_logits([weights], x, labels, *rest, all_rows=False, **row).astype(x.dtype)
+    return _vjp_logits([weights], x, labels, *rest, all_rows=False, **row).astype(x.dtype)
 
 
-def _to_logits_across(columns: Columns, rows: Any, *operands: jax.Array, **row: Any) -> jax.Array:
+def _to_logits_across(columns: Columns, run_row_op: row_losses.RunRowOp, *operands: jax.Array, **row: Any) -> jax.Array:
     x, labels, weights, maximum, total, *where = operands
     labels, mask, count = row_losses.of_this_device(columns, x, labels, where, **row)
-    return row_losses.gradient_of_part(rows, x, labels, weights, Stats(maximum, total), count, mask, **row)
+    return row_losses.gradient_of_part(run_row_op, x, labels, weights, Stats(maximum, total), count, mask, **row)
 
 
-def _without_states(operands: Sequence[Any]) -> list[Any]:
+def _without_states[X](operands: Sequence[X]) -> list[X]:
     return [*operands[:3], *operands[5:]]
 
 
@@ -235,37 +251,53 @@ def losses(*operands: jax.Array, **params: Any) -> list[jax.Array]:
 
 
 def _loss_jvp(
-    primals: Sequence[jax.Array], tangents: Sequence[Any], *, weighted: bool, stats: bool, all_rows: bool, **params: Any
-) -> tuple[Any, Any]:
-    """Returns the JVP of the loss without weights."""
+    primals: Sequence[jax.Array],
+    tangents: Sequence[Tangent],
+    *,
+    weighted: bool,
+    stats: bool,
+    all_rows: bool,
+    **params: Any,
+) -> tuple[Sequence[jax.Array], Sequence[Tangent]]:
+    """Returns losses, and states if `stats`, with their tangents.
+
+    With `z` the logits, `p = softmax(z)`, `lse = logsumexp(z)` and `q` the labels' distribution:
+
+        L  = lse - sum(q * z) + z_loss * lse^2
+        dL = sum(((1 + 2 * z_loss * lse) * p - q) * dz)
+        dlse = sum(p * dz)
+    """
     if weighted:
         return _weighted_jvp(primals, tangents, **params)
     out = losses(*primals, weighted=False, stats=True, all_rows=all_rows, **params)
     results = out if stats else out[:1]
-    if type(tangents[0]) is ad.Zero:
+    if isinstance(tangents[0], ad.Zero):
         return results, zeros(results)
     x, labels, *where = primals
-    known = [jnp.expand_dims(number, params["axes"]) for number in out[1:]]
-    slopes = of_logits(x, labels, *known, *where, tangents[0], stats=stats, all_rows=all_rows, **params)
+    states = [jnp.expand_dims(number, params["axes"]) for number in out[1:]]
+    slopes = of_logits(x, labels, *states, *where, tangents[0], stats=stats, all_rows=all_rows, **params)
     # The state is the number exp(max) * sum. Its logarithm is the logsumexp, with whose tangent the maximum stands for
     # it: the sum then counts as a constant.
     return results, [*slopes, zeros(out[2])] if stats else slopes
 
 
-def _weighted_jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+def _weighted_jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], **params: Any
+) -> tuple[Sequence[jax.Array], Sequence[Tangent]]:
+    """Returns `w * L` and `sum(g * dx) + L * dw`, where `g = w * dL/dx` is written with the loss."""
     x, labels, weights, *where = primals
     t, _, of_weights, *_ = tangents
     axes, slopes = params["axes"], []
     weight = weights.squeeze(axes)
-    if type(t) is ad.Zero:
+    if isinstance(t, ad.Zero):
         (loss,) = losses(x, labels, *where, **_LOSS_ONLY, **params)
     else:
         loss, gradient = bind(Op.CROSS_ENTROPY_GRADIENT, *primals, **params)
         slopes.append(of_gradient(gradient, t, axes))
-    if type(of_weights) is not ad.Zero:
+    if not isinstance(of_weights, ad.Zero):
         slopes.append(of_weight(weight, loss, of_weights.squeeze(axes)))
     value = weigh(weight, loss)
-    return [value], [sum(slopes[1:], slopes[0]) if slopes else zeros(value)]
+    return [value], [_added(slopes, value)]
 
 
 _gradient_plain = functools.partial(row_losses.cross_entropy_gradient, row_losses.label_logit, by_reference)
@@ -336,7 +368,9 @@ _TO_LOGITS = implement(
         called=f"the derivative of {NAME}",
         results=lambda **_: ("full",),
         plain=_to_logits,
-        whole=lambda rows, *operands, **row: rows(Op.CROSS_ENTROPY_GRADIENT, *_without_states(operands), **row)[0],
+        whole=lambda run_row_op, *operands, **row: run_row_op(
+            Op.CROSS_ENTROPY_GRADIENT, *_without_states(operands), **row
+        )[0],
         across=_to_logits_across,
         kernel_args=lambda operands, **row: (_without_states(operands), row),
     ),
@@ -346,11 +380,11 @@ ad.primitive_jvps[_TO_LOGITS] = functools.partial(higher_jvp, _TO_LOGITS, _to_lo
 
 _PULLS: dict[Primitive, Pull] = {_OF_LOGITS: _pull_loss, _OF_GRADIENT: _pull_to_gradient}
 
-for _primitive, _pushes in ((_OF_LOGITS, _push), (_OF_GRADIENT, _products)):
+for _primitive, _jvp_of in ((_OF_LOGITS, _losses_jvp), (_OF_GRADIENT, _products)):
     define_over_rows(_primitive, lambda stats=False, **_: ("reduced",) * (1 + stats))
-    mlir.register_lowering(_primitive, functools.partial(lower_plain, _pushes))
+    mlir.register_lowering(_primitive, functools.partial(lower_plain, _jvp_of))
     ad.primitive_transposes[_primitive] = functools.partial(_transpose, _primitive)
-ad.primitive_jvps[_OF_LOGITS] = functools.partial(higher_jvp, _OF_LOGITS, _push, 1)
+ad.primitive_jvps[_OF_LOGITS] = functools.partial(higher_jvp, _OF_LOGITS, _losses_jvp, 1)
 ad.primitive_jvps[_OF_GRADIENT] = _products_jvp
 
 define_over_rows(_WEIGH, lambda **_: ("reduced",))

@@ -8,15 +8,17 @@ of the loss from the states.
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from jaxsoftmax._core.primitives import lower_plain, zeros
+from jaxsoftmax._core.lowering import lower_plain
+from jaxsoftmax._core.primitives import zeros
 from jaxsoftmax._core.sharding import unify_varying
+from jaxsoftmax._cross_entropy.primitives import Tangent
 from jaxsoftmax._softmax.primitives import bind, define_over_rows
 from pallas_kernels.monoid import Stats
 from pallas_kernels.softmax import reference
@@ -24,6 +26,13 @@ from pallas_kernels.softmax.problem import Op
 from pallas_kernels.types import accumulator_dtype
 
 Axes = tuple[int, ...]
+
+
+class _Params(TypedDict):
+    axes: Axes
+    implementation: str | None
+    function: str
+
 
 # XLA reads rows of so many columns once; from more elements on, if rows are longer than that, a kernel is faster.
 _FUSED_COLS, _FUSED_ELEMENTS, _SHORT_COLS = 16384, 2**22, 32
@@ -35,15 +44,14 @@ def losses(
     function: str, implementation: str | None, axes: Axes, x: jax.Array, target: jax.Array, *mask: jax.Array
 ) -> jax.Array:
     """Gives each row's loss, from operands of one rank."""
+    params: _Params = {"axes": axes, "implementation": implementation, "function": function}
     shape = jnp.broadcast_shapes(x.shape, target.shape)
     cols = math.prod(shape[d] for d in axes)
     small = cols <= _SHORT_COLS or _is_small(x, target)
     if not mask and implementation != "mosaic_gpu" and cols <= _FUSED_COLS and small:
-        (loss,) = _IN_ONE_PASS.bind(
-            *unify_varying(x, target), axes=axes, implementation=implementation, function=function
-        )
+        (loss,) = _IN_ONE_PASS.bind(*unify_varying(x, target), **params)
         return loss
-    return _by_states(x, target, *mask, axes=axes, implementation=implementation, function=function)
+    return _by_states(x, target, *mask, **params)
 
 
 def _is_small(x: jax.Array, target: jax.Array) -> bool:
@@ -51,16 +59,13 @@ def _is_small(x: jax.Array, target: jax.Array) -> bool:
     return isinstance(elements, int) and elements <= _FUSED_ELEMENTS
 
 
-def _by_states(
-    x: jax.Array, target: jax.Array, *mask: jax.Array, axes: Axes, implementation: str | None, function: str
-) -> jax.Array:
-    how = {"implementation": implementation, "function": function}
-    return _from_states(x, target, Stats(*bind(Op.STATS, x, *mask, axes=axes, scale=1.0, **how)), mask, axes)
+def _by_states(x: jax.Array, target: jax.Array, *mask: jax.Array, **params: Unpack[_Params]) -> jax.Array:
+    return _from_states(x, target, Stats(*bind(Op.STATS, x, *mask, scale=1.0, **params)), mask, params["axes"])
 
 
 @functools.partial(jax.jit, static_argnames="axes", inline=True)
 def _from_states(x: jax.Array, target: jax.Array, stats: Stats, mask: Sequence[jax.Array], axes: Axes) -> jax.Array:
-    """The losses from the rows' states, in one program, of which debug_infs does not see the states of empty rows."""
+    """Computes losses from the rows' states, in one program, of which debug_infs does not see empty rows' states."""
     wide = accumulator_dtype(x.dtype)
     target = target.astype(wide)
     absent = _absent(x, target) | ~mask[0] if mask else _absent(x, target)
@@ -73,7 +78,7 @@ def _from_states(x: jax.Array, target: jax.Array, stats: Stats, mask: Sequence[j
     return jnp.where(absent, 0.0, target * (distance + jnp.expand_dims(total, axes))).sum(axes)
 
 
-def _in_one_pass(x: jax.Array, target: jax.Array, *, axes: Axes, **_: Any) -> list[jax.Array]:
+def _in_one_pass(x: jax.Array, target: jax.Array, *, axes: Axes, **_: object) -> list[jax.Array]:
     return [_alone(_formula(x, target, axes))]
 
 
@@ -93,20 +98,22 @@ def _absent(x: jax.Array, target: jax.Array) -> jax.Array:
     return (target == 0) & (x == -jnp.inf)
 
 
-def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+def _jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], **params: Unpack[_Params]
+) -> tuple[list[jax.Array], list[Tangent]]:
     """Computes long rows' losses from the states, of which their derivative is made."""
-    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    wrt = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
     is_small = _is_small(*primals)
 
     def loss(*moved: jax.Array) -> jax.Array:
-        operands = dict(enumerate(primals)) | dict(zip(moving, moved, strict=True))
-        return (
-            _formula(*operands.values(), axes=params["axes"]) if is_small else _by_states(*operands.values(), **params)
-        )
+        operands = (dict(enumerate(primals)) | dict(zip(wrt, moved, strict=True))).values()
+        return _formula(*operands, axes=params["axes"]) if is_small else _by_states(*operands, **params)
 
-    found = jax.jvp(loss, [primals[i] for i in moving], [tangents[i] for i in moving]) if moving else None
-    out = [found[0]] if found and not is_small else _IN_ONE_PASS.bind(*primals, **params)
-    return out, [found[1]] if found else zeros(out)
+    if not wrt:
+        out = _IN_ONE_PASS.bind(*primals, **params)
+        return out, zeros(out)
+    value, slope = jax.jvp(loss, [primals[i] for i in wrt], [tangents[i] for i in wrt])
+    return _IN_ONE_PASS.bind(*primals, **params) if is_small else [value], [slope]
 
 
 define_over_rows(_IN_ONE_PASS, lambda **_: ("reduced",))

@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding
 
 from jaxsoftmax import _softmax
 from jaxsoftmax._attention import flash_attention, paged
-from jaxsoftmax._attention.layout import sequence_notes
 from jaxsoftmax._attention.paged import paged_attention
-from jaxsoftmax._attention.primitives import BY_PART, Part
+from jaxsoftmax._attention.primitives import BY_PART, Pass
+from jaxsoftmax._attention.sharding import sequence_notes
 from jaxsoftmax._core import checks
 from jaxsoftmax._core.calls import meant_operation, public
 from jaxsoftmax._core.checks import ArrayLike, Axis, Implementation
@@ -27,13 +27,15 @@ from jaxsoftmax._explain.program import (
     NOT_INVARIANT,
     PAGED_NAMES,
     Target,
+    arrays_of,
+    avals_of,
     bytes_of,
     chunks_of,
+    described,
     explained,
     explained_program,
     gathered,
     least_bytes,
-    named,
     only,
     recorded,
     rows,
@@ -47,6 +49,7 @@ from pallas_kernels.hardware import Device
 from pallas_kernels.softmax.problem import RULES, Op
 
 Abstract = ArrayLike | jax.ShapeDtypeStruct
+Described = jax.Array | jax.ShapeDtypeStruct  # an operand that is checked
 
 
 @overload
@@ -121,10 +124,10 @@ def explain(
     >>> from jaxsoftmax import softmax
     >>> loss = lambda x: softmax(x).astype(jnp.float32).max(-1).sum()
     >>> x = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
-    >>> found = explain(jax.grad(loss), device="H200")(x)
-    >>> [(call.function, call.direction, call.kernel) for call in found.calls]
+    >>> explanation = explain(jax.grad(loss), device="H200")(x)
+    >>> [(call.function, call.direction, call.kernel) for call in explanation.calls]
     [('softmax', 'forward', 'warp'), ('softmax', 'vjp', 'block')]
-    >>> print(found.calls[0])  # doctest: +ELLIPSIS
+    >>> print(explanation.calls[0])  # doctest: +ELLIPSIS
     softmax of bfloat16[8192,4096] along axis 1
     ...
       on NVIDIA H200: kernel warp
@@ -143,9 +146,9 @@ def explain(
         program = functools.partial(explained_program, x, target_of("explain", op, _CALLS, device), verbose)
         return functools.wraps(x)(program)
     target = target_of("explain", op, _CALLS, device)
-    found, call = _CALLS[op]
+    explained_op, call = _CALLS[op]
     x = abstract("explain", "x", x)
-    arrays: dict[str, Any] = {} if where is None else {"where": abstract("explain", "where", where)}
+    arrays: dict[str, Described] = {} if where is None else {"where": abstract("explain", "where", where)}
     if op == "logsumexp" and options.get("b") is not None:
         arrays["b"] = abstract("explain", "b", options.pop("b"))
     static: dict[str, Any] = {"axis": axis, "implementation": implementation, **options}
@@ -155,11 +158,15 @@ def explain(
             raise TypeError(f"explain: scale is {scale}, but logsumexp has no scale. Multiply x by it beforehand.")
     else:
         is_number = checks.is_number(scale)
-        (static if is_number else arrays)["scale"] = scale if is_number else abstract("explain", "scale", scale)
+        if is_number:
+            static["scale"] = scale
+        else:
+            arrays["scale"] = abstract("explain", "scale", scale)
         if not (is_number and 0 < scale < math.inf):
             notes += ("scale is not a positive number: XLA multiplies it in beforehand, in the dtype of accumulation",)
     jaxpr = jax.make_jaxpr(lambda x, arrays: call(x, **static, **arrays))(x, arrays)
-    first: Any = jaxpr.in_avals[0]
+    ins, outs = arrays_of(jaxpr.in_avals), arrays_of(jaxpr.out_avals)
+    first = ins[0]
     if "b" in arrays or jnp.iscomplexobj(first):
         theirs = "jax.scipy.special.logsumexp" if op == "logsumexp" else "jax.nn"
         return Explanation(
@@ -168,24 +175,24 @@ def explain(
             target[1],
             target[0],
             f"{'weights' if 'b' in arrays else 'complex numbers'} are computed by {theirs}, not by a kernel",
-            bytes_of(*jaxpr.in_avals, *jaxpr.out_avals),
+            bytes_of(*ins, *outs),
             (NOT_INVARIANT,) if checks.is_batch_invariant() else (),
         )
     if op == "top_k":
         if (along := checks.integer("explain", "axis", axis) % first.ndim) < first.ndim - 1:
             notes += (f"axis {along} is moved to the end: an extra copy",)
-        eqn, described = only(jaxpr, TOP_K), rows("top_k", first, (along,))
-        least = bytes_of(*jaxpr.in_avals, *jaxpr.out_avals)
+        eqn, title = only(jaxpr, TOP_K), rows("top_k", first, (along,))
+        least = bytes_of(*ins, *outs)
     else:
-        eqn = only(jaxpr, BY_OP[found], BY_OP[Op.CROSS_ENTROPY])
-        described, apart = rows(op, eqn.invars[0].aval, eqn.params["axes"]), eqn.primitive is not BY_OP[found]
-        least = least_bytes(eqn) + (bytes_of(*jaxpr.out_avals) if apart else 0)
+        eqn = only(jaxpr, BY_OP[explained_op], BY_OP[Op.CROSS_ENTROPY])
+        title, apart = rows(op, avals_of(eqn.invars)[0], eqn.params["axes"]), eqn.primitive is not BY_OP[explained_op]
+        least = least_bytes(eqn) + (bytes_of(*outs) if apart else 0)
         notes += (_GRADIENT_APART,) * apart
-    what = explained(eqn, target)
-    if "where" in arrays and found.is_linear and what.implementation == "mosaic_gpu":
+    explanation = explained(eqn, target)
+    if "where" in arrays and explained_op.is_linear and explanation.implementation == "mosaic_gpu":
         notes = ("where is applied by XLA before and after the kernel", *notes)
-    every = (*notes, *what.notes)
-    return dataclasses.replace(what, call=described, least_bytes=least, notes=every, verbose=verbose)
+    notes += explanation.notes
+    return dataclasses.replace(explanation, call=title, least_bytes=least, notes=notes, verbose=verbose)
 
 
 @public
@@ -243,9 +250,9 @@ def explain_attention(
     floats, rest, static = split(arrays | arguments, DIFFERENTIABLE)
     call = lambda floats, rest: flash_attention(**floats, **rest, **static)
     eqn = only(jax.make_jaxpr(TRACED[op](call))(floats, rest), BY_PART[part])
-    found = explained(eqn, target)
-    notes = (*_of_sequence(floats | rest, eqn.params["names"], part), *found.notes)
-    return dataclasses.replace(found, notes=notes, verbose=verbose)
+    explanation = explained(eqn, target)
+    notes = (*_of_sequence(floats | rest, eqn.params["names"], part), *explanation.notes)
+    return dataclasses.replace(explanation, notes=notes, verbose=verbose)
 
 
 @public
@@ -296,23 +303,20 @@ def explain_paged_attention(
         target_of(name, "forward", ("forward",), device),
         (query, key_pages, value_pages, block_tables, lengths),
     )
-    arrays, rest, static = split(
-        {key: abstract(name, key, x) for key, x in zip(PAGED_NAMES, given, strict=True)} | arguments, ()
-    )
-    traced = jax.make_jaxpr(lambda arrays: paged_attention(**arrays, **static))(arrays | rest)
+    pages = {key: abstract(name, key, x) for key, x in zip(PAGED_NAMES, given, strict=True)}
+    _, arrays, static = split(pages | arguments, ())
+    jaxpr = jax.make_jaxpr(lambda arrays: paged_attention(**arrays, **static))(arrays)
     # Where the window or the soft cap is data, the pages are gathered outside of any primitive.
-    eqn = only(traced, paged.PAGED, BY_PART[Part.FORWARD])
-    found = explained(eqn, target)
+    eqn = only(jaxpr, paged.PAGED, BY_PART[Pass.FORWARD])
+    explanation = explained(eqn, target)
     if eqn.primitive is not paged.PAGED:
-        first = eqn.invars[0].aval
-        shapes = [first.shape, *((arrays | rest)[key].shape for key in PAGED_NAMES[1:])]
-        least, call = (
-            bytes_of(*traced.in_avals, *(v.aval for v in eqn.outvars)),
-            named("paged_attention", first, PAGED_NAMES, shapes),
-        )
-        notes = (gathered([v.aval for v in eqn.invars[1:3]]), *found.notes)
-        found = dataclasses.replace(found, call=call, least_bytes=least, notes=notes)
-    return dataclasses.replace(found, verbose=verbose)
+        first, keys, values, *_ = avals_of(eqn.invars)
+        shapes = [first.shape, *(arrays[key].shape for key in PAGED_NAMES[1:])]
+        least = bytes_of(*arrays_of(jaxpr.in_avals), *avals_of(eqn.outvars))
+        call = described("paged_attention", first, PAGED_NAMES, shapes)
+        notes = (gathered([keys, values]), *explanation.notes)
+        explanation = dataclasses.replace(explanation, call=call, least_bytes=least, notes=notes)
+    return dataclasses.replace(explanation, verbose=verbose)
 
 
 @public
@@ -364,24 +368,24 @@ def explain_linear_cross_entropy(
     given = {"hidden": hidden, "weight": weight, "labels": labels}
     given = {name: abstract("explain_linear_cross_entropy", name, x) for name, x in given.items()} | arguments
     floats, rest, static = split(given, MOVING)
-    call = lambda floats, rest: jax.tree.leaves(linear_cross_entropy(**floats, **rest, **static))
-    jaxpr = jax.make_jaxpr(TRACED[op](call))(floats, rest)
-    found = explained(only(jaxpr, LOSS, GRADIENT), target)
+    traced = lambda floats, rest: jax.tree.leaves(linear_cross_entropy(**floats, **rest, **static))
+    jaxpr = jax.make_jaxpr(TRACED[op](traced))(floats, rest)
+    explanation = explained(only(jaxpr, LOSS, GRADIENT), target)
     name = "linear_cross_entropy" if op == "forward" else f"{op} of linear_cross_entropy"
-    described = named(name, floats["hidden"], floats, [x.shape for x in floats.values()])
-    least, notes = bytes_of(*jaxpr.in_avals, *jaxpr.out_avals), found.notes
+    call = described(name, floats["hidden"], floats, [x.shape for x in floats.values()])
+    least, notes = bytes_of(*arrays_of(jaxpr.in_avals), *arrays_of(jaxpr.out_avals)), explanation.notes
     for eqn in jaxpr.eqns:
-        if what := {OF_COTANGENT: "gradients", OF_TANGENT: "tangents"}.get(eqn.primitive):
+        if results := {OF_COTANGENT: "gradients", OF_TANGENT: "tangents"}.get(eqn.primitive):
             chunks = chunks_of(recorded(eqn, target[0]))
-            notes += (f"the {what} are computed in {chunks}, from logits computed again",)
-    return dataclasses.replace(found, call=described, least_bytes=least, notes=notes, verbose=verbose)
+            notes += (f"the {results} are computed in {chunks}, from logits computed again",)
+    return dataclasses.replace(explanation, call=call, least_bytes=least, notes=notes, verbose=verbose)
 
 
-def target_of(function: str, op: Any, known: Collection[str], device: Any) -> Target:
-    """Checks an operation and a device; the device to explain for, and whether this process has it."""
-    if not isinstance(op, str) or op not in known:
-        hint = meant_operation(op, known) if isinstance(op, str) else ""
-        raise ValueError(f"{function}: op={op!r}, expected one of {', '.join(known)}.{hint}")
+def target_of(function: str, op: object, among: Collection[str], device: object) -> Target:
+    """Checks an operation and a device; returns the device to explain for, and whether this process has it."""
+    if not isinstance(op, str) or op not in among:
+        hint = meant_operation(op, among) if isinstance(op, str) else ""
+        raise ValueError(f"{function}: op={op!r}, expected one of {', '.join(among)}.{hint}")
     given = hardware.NAMED.get(device.upper().removeprefix("NVIDIA ")) if isinstance(device, str) else device
     if not isinstance(given, Device | None) or (given is None and device is not None):
         raise TypeError(
@@ -393,8 +397,8 @@ def target_of(function: str, op: Any, known: Collection[str], device: Any) -> Ta
     return target, target == present
 
 
-def abstract(function: str, name: str, x: Any) -> Any:
-    """An operand to explain, which has a shape and a dtype."""
+def abstract(function: str, name: str, x: object) -> Described:
+    """Returns an operand to explain, which has a shape and a dtype."""
     if isinstance(x, (tuple, list)):
         raise TypeError(
             f"{function}: {name} is a {type(x).__name__}, expected an array or a jax.ShapeDtypeStruct. Pass "
@@ -403,7 +407,7 @@ def abstract(function: str, name: str, x: Any) -> Any:
     return x if isinstance(x, jax.ShapeDtypeStruct) else checks.as_array(function, name, x)
 
 
-def _of_sequence(given: dict[str, Any], names: Sequence[str], part: Part) -> tuple[str, ...]:
+def _of_sequence(given: dict[str, Described], names: Sequence[str], part: Pass) -> tuple[str, ...]:
     """Describes what devices do that share the sequence of these operands."""
     arrays = {name: x for name, x in given.items() if name in names and x.ndim >= 3}
     placed = {name: getattr(x, "sharding", None) for name, x in arrays.items()}
@@ -417,14 +421,14 @@ def _of_sequence(given: dict[str, Any], names: Sequence[str], part: Part) -> tup
     ]
     shapes = [tuple(x.shape) for x in arrays.values()]
     moving = [name for name in arrays if name in DIFFERENTIABLE]
-    results = {Part.FORWARD: (), Part.GRADIENTS: moving, Part.TANGENT: None}[part]
+    results = {Pass.FORWARD: (), Pass.GRADIENTS: moving, Pass.TANGENT: None}[part]
     return sequence_notes(list(arrays), shapes, specs, on.mesh.shape, results)
 
 
 def pulled_back(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The reverse pass of a function, for the arguments that are differentiated."""
+    """Returns the reverse pass of a function, for the arguments that are differentiated."""
 
-    def call(moving: Any, *rest: Any, **arguments: Any) -> Any:
+    def call(moving: Any, *rest: object, **arguments: object) -> Any:
         y, vjp = jax.vjp(lambda moving: function(moving, *rest, **arguments), moving)
         return vjp(y)[0]
 
@@ -432,9 +436,9 @@ def pulled_back(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pushed_forward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward-mode pass of a function, for the arguments that are differentiated."""
+    """Returns the forward-mode pass of a function, for the arguments that are differentiated."""
 
-    def call(moving: Any, *rest: Any, **arguments: Any) -> Any:
+    def call(moving: Any, *rest: object, **arguments: object) -> Any:
         return jax.jvp(lambda moving: function(moving, *rest, **arguments), (moving,), (moving,))[1]
 
     return call
@@ -449,7 +453,7 @@ def _labelled_gradient(x: jax.Array, **arguments: Any) -> jax.Array:
     return jax.grad(lambda x: jax.tree.leaves(_labelled(x, **arguments))[0].sum())(x)
 
 
-_PARTS = {"forward": Part.FORWARD, "vjp": Part.GRADIENTS, "jvp": Part.TANGENT}
+_PARTS = {"forward": Pass.FORWARD, "vjp": Pass.GRADIENTS, "jvp": Pass.TANGENT}
 
 _GRADIENT_APART = (
     "the gradient, times whatever follows the loss, is written in another read of the logits, by a kernel, or by XLA "
@@ -482,8 +486,8 @@ TRACED: dict[str, Callable[..., Any]] = {"forward": lambda call: call, "vjp": pu
 
 def split(
     arguments: dict[str, Any], differentiable: Iterable[str]
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The arguments that are differentiated, the other arrays, and what is static."""
+) -> tuple[dict[str, Described], dict[str, Described], dict[str, Any]]:
+    """Returns the arguments that are differentiated, the other arrays, and what is static."""
     # NumPy's numbers and dtypes have shapes too, but stay numbers and dtypes.
     is_array = lambda x: isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) or (isinstance(x, np.ndarray) and x.ndim)
     arrays = {name: x for name, x in arguments.items() if is_array(x)}

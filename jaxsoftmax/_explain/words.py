@@ -1,14 +1,14 @@
 """The explanation of a call and of a program, and the words for bytes and times."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pallas_kernels.hardware import Device
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """How a call runs; `str()` says it in words.
+    """Says how a call runs; `str()` says it in words.
 
     Attributes:
         call: The operation, its operand and its axes.
@@ -41,7 +41,7 @@ class Explanation:
     notes: tuple[str, ...] = ()
     declined: tuple[tuple[str, str], ...] = ()
     kernel: str | None = None
-    config: Any = None
+    config: object = None
     bytes_moved: int | None = None
     function: str = ""
     direction: str = "forward"
@@ -53,12 +53,12 @@ class Explanation:
 
     @property
     def seconds(self) -> float | None:
-        """How long one call takes at the rates that the card reaches, without its launches; None if not known."""
+        """Estimates how long one call takes at the rates that the card reaches, without launches; None if unknown."""
         return self._bound[0] if self._bound else None
 
     @property
     def _bound(self) -> tuple[float, str] | None:
-        """The time, and the rate that bounds it, in words."""
+        """Returns the time, and the rate that bounds the time, in words."""
         rates = self.device.rates
         if rates is None or self.implementation == "error" or not isinstance(self.least_bytes, int):
             return None
@@ -106,7 +106,7 @@ class Explanation:
 
 
 class Outside(NamedTuple):
-    """A function that this package has one in place of, and where a program calls it, as "model.py:31"."""
+    """Names a function that this package can replace, and where a program calls that, as "model.py:31"."""
 
     function: str
     site: str
@@ -130,7 +130,7 @@ class ProgramExplanation:
 
     @property
     def seconds(self) -> float:
-        """The time of the calls for which it is known, without those of which data decide how often they run."""
+        """Adds up the calls' times that are known, but of no call for which data decide how often it runs."""
         return sum((call.seconds or 0.0) * (call.times or 0) for call in self.calls)
 
     def __str__(self) -> str:
@@ -150,8 +150,8 @@ class ProgramExplanation:
         return "\n".join([*lines, "  not seen: softmax written by hand, and what other libraries' kernels do"])
 
 
-def size_in_words(count: Any) -> str:
-    """Says bytes in words; for symbolic shapes their number is symbolic too."""
+def size_in_words(count: int) -> str:
+    """Says bytes in words; `count` is symbolic too where shapes are."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if isinstance(count, int) and count >= factor:
             return f"{count / factor:.1f} {unit}"

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,13 @@ from pallas_kernels.types import accumulator_dtype
 # Bound once: a program may put this library's functions in their place.
 _JAX_NN = {Op.SOFTMAX: jax.nn.softmax, Op.LOG_SOFTMAX: jax.nn.log_softmax}
 _JAX_LOGSUMEXP = jax.scipy.special.logsumexp
+
+
+class _How(TypedDict):
+    axis: tuple[int, ...]
+    keepdims: bool
+    return_sign: bool
+
 
 _WITH_WEIGHTS = "the kernels take no weights b; pass implementation=None, or use logsumexp(a + log(b)) where b > 0."
 
@@ -216,14 +223,14 @@ def logsumexp(
     implementation = checks.implementation(name, implementation)
     mask = {} if where is None else {"where": checks.boolean(name, where)}
     weights = {} if b is None else {"b": checks.inexact(name, "b", b)}
-    operands = unify_shardings(*checks.together(name, "a", x, **mask, **weights))
+    operands = unify_shardings(*checks.same_rank(name, "a", x, **mask, **weights))
     axes = checks.axes(name, axis, operands[0].ndim, "a")
     if weights or jnp.iscomplexobj(x):
         if implementation == "mosaic_gpu":
             raise checks.no_kernel(name, _WITH_WEIGHTS) if weights else checks.no_kernel_for_complex(name, "a")
         dtype = x.dtype if b is None else _promoted(a, b, x.dtype)
-        named = dict(zip(["where"] * bool(mask) + ["b"] * bool(weights), operands[1:], strict=True))
-        return _by_jax(operands[0], dtype, **named, axis=axes, keepdims=keepdims, return_sign=return_sign)
+        others = dict(zip([*mask, *weights], operands[1:], strict=True))
+        return _by_jax(operands[0], dtype, **others, axis=axes, keepdims=keepdims, return_sign=return_sign)
     how = {"implementation": implementation, "function": name, **checks.batch_invariance()}
     stats = Stats(*bind(Op.STATS, *operands, axes=axes, scale=1.0, **how))
     if mask:
@@ -277,7 +284,7 @@ def merge(*states: Stats) -> Stats:
 @public
 @in_device_memory
 def log_normalizer(state: Stats) -> jax.Array:
-    """The logarithm of the sum of exponentials that a state stands for: the logsumexp of the logits that it has seen.
+    """Returns the logarithm of the sum of exponentials that a state stands for: the logsumexp of its logits.
 
     It is `max + log(sum)`, and right where that is not: the state of a row with +inf has a sum that is NaN, and +inf
     is its logarithm. `Stats(-inf, 0)` gives -inf, and NaN gives NaN. Derivatives of every order exist, in forward and
@@ -302,7 +309,7 @@ def log_normalizer(state: Stats) -> jax.Array:
     return monoid.log_normalizer(*_states("log_normalizer", [state]))
 
 
-def _states(function: str, given: Sequence[Any]) -> list[Stats]:
+def _states(function: str, given: Sequence[Stats]) -> list[Stats]:
     """Returns states as arrays of one shape, in the dtype of accumulation."""
     for state in given:
         if not isinstance(state, tuple) or len(state) != 2 or any(isinstance(part, (tuple, list)) for part in state):
@@ -328,12 +335,12 @@ def _states(function: str, given: Sequence[Any]) -> list[Stats]:
 
 def _row_op(
     op: Op, x: ArrayLike, axis: Axis, where: ArrayLike | None, scale: ArrayLike, implementation: str | None
-) -> Any:
+) -> jax.Array:
     """Calls softmax or log_softmax, which differ only in the operation."""
     operand = checks.inexact(op, "x", x)
     dtype = operand.dtype
     given = {} if where is None else {"where": checks.boolean(op, where)}
-    operand, *mask = checks.together(op, "x", operand.astype(dtype), **given)  # drops a weak type
+    operand, *mask = checks.same_rank(op, "x", operand.astype(dtype), **given)  # drops a weak type
     axes = checks.axes(op, axis, operand.ndim)
     shape = jnp.broadcast_shapes(operand.shape, *(m.shape for m in mask))
     factor = numbers.scale_factor(op, scale, shape, accumulator_dtype(jnp.finfo(dtype).dtype))
@@ -373,9 +380,11 @@ def _promoted(a: ArrayLike, b: ArrayLike, otherwise: jnp.dtype) -> jnp.dtype:
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else otherwise
 
 
-def _by_jax(x: jax.Array, dtype: jnp.dtype, b: jax.Array | None = None, **arguments: Any) -> Any:
-    """A logsumexp that `jax.scipy` computes, in the dtype of accumulation."""
+def _by_jax(
+    x: jax.Array, dtype: jnp.dtype, b: jax.Array | None = None, where: jax.Array | None = None, **how: Unpack[_How]
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Computes a logsumexp by `jax.scipy`, in the dtype of accumulation."""
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
     wide = dtype if is_complex else accumulator_dtype(dtype)
-    out = _JAX_LOGSUMEXP(x.astype(wide), b=None if b is None else b.astype(wide), **arguments)
+    out = _JAX_LOGSUMEXP(x.astype(wide), b=None if b is None else b.astype(wide), where=where, **how)
     return out if is_complex else jax.tree.map(lambda part: part.astype(dtype), out)

@@ -7,14 +7,15 @@ both there is forward mode and every higher order too.
 
 A `Computation` says how a primitive is lowered: its reference, its kernel, and its form for sharded rows. Other topics
 implement their own primitives by the same row operations. A kernel takes operands as `[rows, cols]`, or as
-`[rows, cols, inner]`: a `View` lays them out. The devices of sharded rows merge their states, which are elements of the
-monoid, by one all-gather.
+`[rows, cols, inner]`: a `RowLayout` lays them out. The devices of sharded rows merge their states, which are elements
+of the monoid, by one all-gather.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -24,21 +25,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from jaxsoftmax._core import checks
-from jaxsoftmax._core.primitives import (
-    Plan,
-    checked,
-    define_over_rows,
-    higher_jvp,
-    is_local,
-    lower_plain,
-    register,
-    zeros,
-)
+from jaxsoftmax._core.axes import Result, Sharded, over_rows, sharded_rows
+from jaxsoftmax._core.lowering import Plan, is_local, launch_kernel, lower_plain, register
+from jaxsoftmax._core.primitives import checked, define_over_rows, higher_jvp, zeros
 from jaxsoftmax._core.sharding import (
     Columns,
     Names,
-    Result,
-    RowOp,
     Shape,
     all_gather,
     is_explicit,
@@ -79,19 +71,19 @@ def _as_given(operands: Sequence[Any], **row: Any) -> KernelArgs:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """How a primitive is computed by row operations; `rows(op, *operands, **row)` runs one.
+    """How a primitive is computed by row operations; a `RowOpRunner` runs one.
 
-    `plain(...)` does it in `jax.numpy`, `whole(rows, ...)` for whole rows, and `across(columns, rows, ...)`
-    for this device's part of sharded ones. A kernel takes the call if it takes `op` with the `kernel_args`; `results`
-    says what the primitive's results have of the operands' axes. Errors name the public function that is `called`, or
-    the `function` among a primitive's parameters.
+    `plain(...)` does it in `jax.numpy`, `whole(run_row_op, ...)` for whole rows, and `across(columns, run_row_op, ...)`
+    for this device's part of sharded ones. A primitive without `whole` is the row operation `op`. A kernel takes the
+    call if it takes `op` with the `kernel_args`, by which `whole` runs it. `results` says which of the operands' axes
+    each result has. Errors name the public function that is `called`, or the `function` among a primitive's parameters.
     """
 
     op: Op
     called: str
     results: Callable[..., Sequence[Result]]
     plain: Callable[..., Any]
-    whole: Callable[..., Any]
+    whole: Callable[..., Any] | None
     across: Callable[..., Any]
     kernel_args: Callable[..., KernelArgs] = _as_given
     has_kernel: bool = True
@@ -112,21 +104,29 @@ class Computation:
         gpu = {"gpu": True} if on_cuda and known and is_local(ctx) and not is_explicit(avals) else {}
         return lower_plain(self.plain, ctx, *operands, **_of_row(params), **gpu)
 
-    def by_kernel(self, ctx: mlir.LoweringRuleContext, named: str | None, **params: Any) -> RowOp:
+    def on_one_device(self, named: str | None, plan: Plan | None, **params: Any) -> Callable[..., Any]:
+        """Returns a function of whole rows, which runs the plan if there is one."""
+        run_row_op = RowOpRunner(named, params.get("batch_invariant", False), {} if plan is None else {self.op: plan})
+        whole, first = (run_row_op, self.op) if self.whole is None else (self.whole, run_row_op)
+        return functools.partial(whole, first, **_of_row(params))
+
+    def sharded(self, ctx: mlir.LoweringRuleContext, named: str | None, **params: Any) -> Sharded:
         """The call by kernels, on whole rows or on the parts of sharded rows."""
-        rows = functools.partial(run, named, params.get("batch_invariant", False))
-        params = _of_row(params)
-        results = self.results(**params)
+        row, on_one_device = _of_row(params), self.on_one_device(named, None, **params)
+        results = self.results(**row)
 
         def whole(*xs: jax.Array) -> list[jax.Array]:
-            return jax.tree.leaves(self.whole(rows, *xs, **params))
+            return jax.tree.leaves(on_one_device(*xs))
 
         def across(columns: Columns, *shards: jax.Array) -> list[jax.Array]:
             if named and "full" in results and not self.op.has_labels:
                 raise checks.no_kernel(named, _SHARDED_ROWS)
-            return jax.tree.leaves(self.across(columns, rows, *shards, **params))
+            run_row_op = RowOpRunner(named, params.get("batch_invariant", False))
+            return jax.tree.leaves(self.across(columns, run_row_op, *shards, **row))
 
-        return RowOp(params["axes"], results, whole, across)
+        avals: Sequence[Any] = ctx.avals_in
+        signature = over_rows(len(avals), len(avals[0].shape), row["axes"], results)
+        return sharded_rows(signature, row["axes"], whole, across)
 
 
 def _of_row(params: dict[str, Any]) -> dict[str, Any]:
@@ -148,25 +148,37 @@ def by_reference(op: Op, *operands: jax.Array, **row: Any) -> Any:
     return REFERENCE[op](*operands, **row)
 
 
-def run(named: str | None, batch_invariant: bool, op: Op, *operands: jax.Array, **row: Any) -> Any:
-    """Runs a kernel on whole operands of one device, or one for the statistics, from which XLA computes the rest.
+@dataclasses.dataclass(frozen=True)
+class RowOpRunner:
+    """Runs row operations on whole operands of one device.
 
-    Runs the reference where no kernel takes this shard of the call.
+    A kernel runs one, or finds the statistics, from which XLA computes the rest; or no kernel takes it, and the
+    reference runs. `plans` are those that are made already. Errors are about the function `named`, if it asked for a
+    kernel.
     """
-    chosen = _plan(op, operands, hardware.current(), named, batch_invariant=batch_invariant, **row).required_by(named)
-    if chosen.decision is None:
-        return by_reference(op, *operands, **row, gpu=True)
-    if chosen.decision.problem.op is not op:
-        return _across(op, Columns((), None), functools.partial(run, named, batch_invariant), *operands, **row)
-    problem, seen = chosen.decision.problem, chosen.layout
-    first, last = problem.operands, problem.operands + len(op.row_operands)
-    mask = seen.shared_mask if problem.where == "shared" else seen.to_rows
-    rows, numbers = map(seen.to_rows, operands[:first]), map(seen.to_numbers, operands[first:last])
-    return jax.tree.map(seen.from_kernel, chosen.launch(*rows, *numbers, *map(mask, operands[last:])))
+
+    named: str | None
+    batch_invariant: bool
+    plans: Mapping[Op, Plan] = MappingProxyType({})
+
+    def __call__(self, op: Op, *operands: jax.Array, **row: Any) -> Any:
+        plan = self.plans.get(op) or _plan(
+            op, operands, hardware.current(), self.named, batch_invariant=self.batch_invariant, **row
+        ).required_by(self.named)
+        if plan.decision is None:
+            return by_reference(op, *operands, **row, gpu=True)
+        problem, layout = plan.decision.problem, plan.layout
+        if problem.op is not op:
+            return _across(op, Columns((), None), dataclasses.replace(self, plans={}), *operands, **row)
+        first, last = problem.operands, problem.operands + len(op.row_operands)
+        mask = layout.shared_mask if problem.where == "shared" else layout.to_rows
+        rows, numbers = map(layout.to_rows, operands[:first]), map(layout.to_numbers, operands[first:last])
+        out = launch_kernel(*rows, *numbers, *map(mask, operands[last:]), decision=plan.decision)
+        return jax.tree.map(layout.from_kernel, out)
 
 
 @dataclasses.dataclass(frozen=True)
-class View:
+class RowLayout:
     """How operands of the broadcast shape `shape` become rows; `order` is None if a reshape suffices."""
 
     shape: Shape
@@ -209,7 +221,7 @@ class View:
         return self.from_rows(y) if y.ndim == (2 if self.inner == 1 else 3) else self.from_numbers(y)
 
 
-def view(shape: Shape, axes: Shape, *, transpose: bool = False) -> View:
+def view(shape: Shape, axes: Shape, *, transpose: bool = False) -> RowLayout:
     """Returns the view of rows along `axes`. It transposes if other axes lie between them, or if asked to."""
     significant = [d for d, n in enumerate(shape) if n != 1]
     reduced = [d for d in significant if d in axes]
@@ -219,11 +231,11 @@ def view(shape: Shape, axes: Shape, *, transpose: bool = False) -> View:
     inner = [d for d in kept if reduced and d > reduced[-1]]
     if len(outer) + len(inner) < len(kept) or (transpose and inner):
         order = tuple(d for d in range(len(shape)) if d not in axes) + axes
-        return View(shape, axes, order, math.prod(shape[d] for d in kept), cols, 1)
-    return View(shape, axes, None, math.prod(shape[d] for d in outer), cols, math.prod(shape[d] for d in inner))
+        return RowLayout(shape, axes, order, math.prod(shape[d] for d in kept), cols, 1)
+    return RowLayout(shape, axes, None, math.prod(shape[d] for d in outer), cols, math.prod(shape[d] for d in inner))
 
 
-def _mask_forms(where: Shape | None, seen: View) -> list[str]:
+def _mask_forms(where: Shape | None, seen: RowLayout) -> list[str]:
     """The forms in which a kernel can take a mask, cheapest first."""
     if where is None:
         return ["none"]
@@ -273,7 +285,7 @@ def _plan(
     return Plan(declined)
 
 
-def _notes(full: Sequence[Shape], where: Shape | None, seen: View, form: str) -> tuple[str, ...]:
+def _notes(full: Sequence[Shape], where: Shape | None, seen: RowLayout, form: str) -> tuple[str, ...]:
     """Describes the work before and after the kernel, beyond a reshape, on large operands and on a mask."""
     notes: list[str] = []
     if seen.order is not None:
@@ -413,10 +425,9 @@ def _linear_transpose(op: Op, ct: Any, residual: jax.Array, t: Any, **params: An
 def _computation(op: Op, name: str) -> Computation:
     """The computation of a primitive that is a row operation."""
     results = ("reduced", "reduced") if op is Op.STATS else ("full",)
-    whole = lambda rows, *operands, **row: rows(op, *operands, **row)
     # Callers of the statistics name the public function.
     called = next((f"the derivative of {of}" for of, rule in RULES.items() if op in rule), name)
-    return Computation(op, called, lambda **_: results, REFERENCE[op], whole, functools.partial(_across, op))
+    return Computation(op, called, lambda **_: results, REFERENCE[op], None, functools.partial(_across, op))
 
 
 for _op in _ACROSS:

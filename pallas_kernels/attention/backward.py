@@ -14,6 +14,7 @@ Traffic: K, V, dK, dV once; for each tile of keys Q and dO are read and dQ is ad
 Source: Shah et al. 2024, "FlashAttention-3", arXiv:2407.08608.
 """
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from pallas_kernels.attention.backward_common import (
     Tile,
     by_column,
     capped_bias,
+    first_scores,
     probabilities,
     soft_capped,
 )
@@ -39,7 +41,8 @@ from pallas_kernels.attention.backward_xla import CHUNK, padded_dims
 from pallas_kernels.attention.problem import Attention, BackwardConfig, unsupported_reason
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import pipeline, ptx, reduce, wgmma
-from pallas_kernels.mosaic.ptx import WGMMA
+from pallas_kernels.mosaic.pipeline import Scratch, Stages
+from pallas_kernels.mosaic.ptx import WGMMA, Index
 from pallas_kernels.mosaic.wgmma import panels, store, tiled
 
 RECORD = 8  # integers of a tile's record
@@ -47,96 +50,95 @@ RING_ROWS = tile_scheduler.RECORDS * RECORD // 2  # of two integers, as a barrie
 
 
 def unsupported(problem: Attention, device: Device) -> str | None:
-    """Why the kernel does not take the problem."""
+    """Says why the kernel does not take the problem."""
     if capped_bias(problem) and problem.widest <= 64:
         # 624 bytes a thread would spill, and the slope does not fit in shared memory.
         return "the kernel has no room for a bias beside a soft cap with heads up to 64"
     return unsupported_reason(problem, widest=128)
 
 
-def scratch(problem: Attention, config: BackwardConfig) -> dict[str, Any]:
+def scratch(problem: Attention, config: BackwardConfig) -> Scratch:
     """Lays out the shared memory of a CTA, by name."""
     (head_dim, value_dim), dtype = padded_dims(problem), problem.dtype
     w, block_q, stages = config.warpgroups, config.block_q, config.stages
-    found = dict(
+    memory: Scratch = dict(
         key_smem=panels((w, CHUNK, head_dim), dtype),
         value_smem=panels((w, CHUNK, value_dim), dtype),
         query_smem=panels((stages, block_q, head_dim), dtype),
         d_out_smem=panels((stages, block_q, value_dim), dtype),
         statistics_smem=plgpu.SMEM((2 * stages, block_q), jnp.float32),
         ds_smem=panels((2, w, CHUNK, block_q), dtype),
-        words_smem=pipeline.barriers(RING_ROWS + sum(map(len, _arrivals(problem, config).values()))),
+        barrier_smem=pipeline.barriers(RING_ROWS + len(pipeline.arrivals(_stages(problem, config)))),
     )
     if config.ordered_dq or not (config.fused_dq_cast or config.dq_from_registers):
-        found["dq_smem"] = plgpu.SMEM((w, *wgmma.SQUARE), jnp.float32)
+        memory["dq_smem"] = plgpu.SMEM((w, *wgmma.SQUARE), jnp.float32)
     if config.fused_dq_cast:
-        found["d_query_smem"] = panels((w, CHUNK, CHUNK), dtype)
+        memory["d_query_smem"] = panels((w, CHUNK, CHUNK), dtype)
         if config.ordered_dq:
-            found["dq_full"] = plgpu.Barrier(num_barriers=w)
+            memory["dq_full"] = plgpu.Barrier(num_barriers=w)
     if config.bias_stages:
-        found["bias_smem"] = tiled((config.bias_stages, block_q, config.block_kv), problem.bias_dtype)
+        memory["bias_smem"] = tiled((config.bias_stages, block_q, config.block_kv), problem.bias_dtype)
     if capped_bias(problem):
-        found["slope_smem"] = tiled((w, CHUNK, block_q), jnp.float32)
-    return found
+        memory["slope_smem"] = tiled((w, CHUNK, block_q), jnp.float32)
+    return memory
 
 
 def shared_bytes(problem: Attention, config: BackwardConfig) -> int:
     """Counts the bytes of the scratch."""
-    return backward_common.scratch_bytes(scratch(problem, config))
+    return pipeline.scratch_bytes(scratch(problem, config))
 
 
-def _arrivals(problem: Attention, config: BackwardConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the CTA's barriers by name, with the number of arrivals that completes a phase."""
-    warps, stages, slots = ptx.WARPS * config.warpgroups, config.stages, config.bias_stages
-    found = {"kv_full": (1,), "kv_empty": (warps,), "full": (1,) * stages, "empty": (warps,) * stages}
-    if slots:
-        found |= {"bias_full": (1,) * slots, "bias_empty": (warps,) * slots}
-    if mask.may_see_nothing(problem):
-        found["partial_full"] = (1,) * stages
-    if problem.key_lengths:
-        found["kv_partial_full"] = (1,)
-    return found
+def _stages(problem: Attention, config: BackwardConfig) -> dict[str, Stages]:
+    """Returns the table of stages; where rows may have to be zeroed, they are copied to a `partial` stage first."""
+    readers = ptx.WARPS * config.warpgroups
+    return {
+        "kv_stages": Stages(1, readers),
+        "step_stages": Stages(config.stages, readers),
+        "bias_stages": Stages(config.bias_stages, readers),
+        "partial_step": Stages(config.stages * mask.may_see_nothing(problem)),
+        "partial_kv": Stages(int(problem.key_lengths)),
+    }
 
 
 # Copies, each issued by one warp.
 
 
-def _copy_keys(tile: Tile) -> None:
-    """Issues the copies of a tile's keys and values; zeroes those past a sequence's end, which may be NaN."""
+def _fill_keys(tile: Tile) -> None:
+    """Copies a tile's keys and values; zeroes those past a sequence's end, which may be NaN."""
     config, refs = tile.config, tile.refs
     parts = []
     for i in range(config.warpgroups):
         at = tile.batch, pl.ds(tile.first_key + i * CHUNK, CHUNK), tile.source_head
         parts += [(refs.key, at, refs.key_smem.at[i]), (refs.value, at, refs.value_smem.at[i])]
     if not tile.problem.key_lengths:
-        return pipeline.issue(refs.kv_full.at[0], *parts)
-    left, partial_full = tile.sequence.keys - tile.first_key, refs.kv_partial_full.at[0]
+        return refs.kv_stages.issue(0, *parts)
+    left = tile.sequence.keys - tile.first_key
 
     @pipeline.when(left >= config.block_kv)
     def _():
-        pipeline.issue(refs.kv_full.at[0], *parts)
-        pipeline.expect(partial_full, 0)  # a phase to each tile
+        refs.kv_stages.issue(0, *parts)
+        refs.partial_kv.expect(0, 0)  # a phase to each tile
 
     @pipeline.when(left < config.block_kv)
     def _():
-        pipeline.issue(partial_full, *parts)
-        pipeline.wait(refs.kv_partial_full, tile.t, 1)
+        refs.partial_kv.issue(0, *parts)
+        refs.partial_kv.wait(tile.t)
         for i in range(config.warpgroups):
             for to in (refs.key_smem.at[i], refs.value_smem.at[i]):
                 pipeline.zero_rows(to, left - i * CHUNK)
-        pipeline.expect(refs.kv_full.at[0], 0)
+        refs.kv_stages.expect(0, 0)
 
 
 class _StageCoord(NamedTuple):
-    """Where a stage's copies come from. A negative batch means no stage, a negative `i` a stage without a step."""
+    """Says where a stage's copies come from. A negative batch means no stage, a negative `i` a stage without a step."""
 
-    batch: Any
-    head: Any
-    i: Any  # tile of queries
-    first_key: Any
+    batch: Index
+    head: Index
+    i: Index  # tile of queries
+    first_key: Index
 
 
-def _place(tile: Tile, j: Any) -> _StageCoord:
+def _stage_coord(tile: Tile, j: Index) -> _StageCoord:
     """Returns the coordinates of the tile's stage `j`."""
     h, i = 0, jnp.int32(j)
     if tile.group > 1:
@@ -146,8 +148,8 @@ def _place(tile: Tile, j: Any) -> _StageCoord:
     return _StageCoord(tile.batch, tile.key_head * tile.group + h, i, tile.first_key)
 
 
-def _place_after(tile: Tile, step: Step, stages: int) -> _StageCoord:
-    """The coordinates of the stage that is `stages` behind a step's, in the same tile."""
+def _coord_after(tile: Tile, step: Step, stages: int) -> _StageCoord:
+    """Returns the coordinates of the stage that is `stages` behind a step's, in the same tile."""
     head, i = step.head, step.visit + stages
     for _ in range(stages * (tile.group > 1)):
         wraps = (i >= tile.span.end).astype(jnp.int32)
@@ -155,84 +157,77 @@ def _place_after(tile: Tile, step: Step, stages: int) -> _StageCoord:
     return _StageCoord(tile.batch, head, tile.visited(i), tile.first_key)
 
 
-def _place_behind(tile: Tile, n: Any) -> _StageCoord:
-    """The coordinates of stage `n`, which is behind the tile's last step."""
-    following = tile.following()
-    place, spare = _place(following, n - following.first_stage), n < following.first_stage
-    return place._replace(batch=ptx.where(spare, 0, place.batch), i=ptx.where(spare, -1, place.i))
+def _coord_behind(tile: Tile, n: Index) -> _StageCoord:
+    """Returns the coordinates of stage `n`, which is behind the tile's last step."""
+    next_tile = tile.next_tile()
+    coord, spare = _stage_coord(next_tile, n - next_tile.first_stage), n < next_tile.first_stage
+    return coord._replace(batch=ptx.where(spare, 0, coord.batch), i=ptx.where(spare, -1, coord.i))
 
 
-def _copy_stage(tile: Tile, place: _StageCoord, n: Any) -> None:
-    """Issues the copies of stage `n`, in which there may be no step."""
-    full = tile.refs.full.at[pipeline.stage(n, tile.config.stages)]
-    pipeline.when((place.batch >= 0) & (place.i >= 0))(lambda: _copy_step(tile, place, n))
+def _fill(tile: Tile, coord: _StageCoord, n: Index) -> None:
+    """Fills stage `n`, in which there may be no step."""
+    stage = tile.refs.step_stages.stage(n)
+    pipeline.when((coord.batch >= 0) & (coord.i >= 0))(lambda: _fill_step(tile, coord, n))
 
-    @pipeline.when((place.batch >= 0) & (place.i < 0))
+    @pipeline.when((coord.batch >= 0) & (coord.i < 0))
     def _():
-        pipeline.expect(full, 0)
+        tile.refs.step_stages.expect(stage, 0)
         if mask.may_see_nothing(tile.problem):
-            pipeline.expect(tile.refs.partial_full.at[pipeline.stage(n, tile.config.stages)], 0)
+            tile.refs.partial_step.expect(stage, 0)
 
 
-def _copy_step(tile: Tile, place: _StageCoord, n: Any) -> None:
-    """Issues the copies of stage `n`: a step's queries and cotangents, and their statistics."""
-    config, refs, (batch, head, i, _) = tile.config, tile.refs, place
-    stage, rows = pipeline.stage(n, config.stages), pl.ds(i * config.block_q, config.block_q)
-    full, may_see_nothing = refs.full.at[stage], mask.may_see_nothing(tile.problem)
+def _fill_step(tile: Tile, coord: _StageCoord, n: Index) -> None:
+    """Copies a step's queries and cotangents, and their statistics; zeroes rows without a key, which may be NaN."""
+    config, refs, (batch, head, i) = tile.config, tile.refs, coord[:3]
+    stage, rows = refs.step_stages.stage(n), pl.ds(i * config.block_q, config.block_q)
     statistics = [
         (refs.lse, (batch, head, rows), refs.lse_smem.at[stage]),
         (refs.delta, (batch, head, rows), refs.delta_smem.at[stage]),
     ]
-    places = [(refs.query, refs.query_smem), (refs.d_out, refs.d_out_smem)]
-    parts = [(source, (batch, rows, head), to.at[stage]) for source, to in places]
+    factors = [(refs.query, refs.query_smem), (refs.d_out, refs.d_out_smem)]
+    parts = [(source, (batch, rows, head), to.at[stage]) for source, to in factors]
 
-    if not may_see_nothing:
-        return pipeline.issue(full, *parts, *statistics)
-    nothing, partial_full = refs.without_keys[batch, head, i] != 0, refs.partial_full.at[stage]
+    if not mask.may_see_nothing(tile.problem):
+        return refs.step_stages.issue(stage, *parts, *statistics)
+    nothing = refs.without_keys[batch, head, i] != 0
 
     @pipeline.when(nothing)
     def _():
-        pipeline.issue(partial_full, *parts)
-        pipeline.wait(refs.partial_full, n, config.stages)
+        refs.partial_step.issue(stage, *parts)
+        refs.partial_step.wait(n)
         for _, _, to in parts:
             backward_common.zero_rows(to, refs.lse.at[batch, head, rows])
-        pipeline.issue(full, *statistics)
+        refs.step_stages.issue(stage, *statistics)
 
     @pipeline.when(~nothing)
     def _():
-        pipeline.issue(full, *parts, *statistics)
-        pipeline.expect(partial_full, 0)  # a phase to each of the stage's
+        refs.step_stages.issue(stage, *parts, *statistics)
+        refs.partial_step.expect(stage, 0)  # a phase to each of the stage's
 
 
-def _copy_bias(tile: Tile, place: _StageCoord, n: Any) -> None:
-    """Issues the copy of the bias of stage `n`: queries by keys, as it is in memory."""
-    config, refs, (batch, head, i, first_key) = tile.config, tile.refs, place
-    slot = pipeline.stage(n, config.bias_stages)
+def _fill_bias(tile: Tile, coord: _StageCoord, n: Index) -> None:
+    """Copies the bias of stage `n`: queries by keys, as it is in memory."""
+    config, refs, (batch, head, i, first_key) = tile.config, tile.refs, coord
+    stage = refs.bias_stages.stage(n)
     at = *gather.broadcast_index((batch, head), refs.bias.shape), pl.ds(i * config.block_q, config.block_q)
-    part = refs.bias, (*at, pl.ds(first_key, config.block_kv)), refs.bias_smem.at[slot]
-    pl.when((batch >= 0) & (i >= 0))(lambda: pipeline.issue(refs.bias_full.at[slot], part))
-    pl.when((batch >= 0) & (i < 0))(lambda: pipeline.expect(refs.bias_full.at[slot], 0))
-
-
-def _release(empty: jax.Ref, n: Any, stages: int, copy: Callable[[], None]) -> None:
-    """Each warp releases stage `n`; the last one issues the copies that refill it."""
-    last = pipeline.release(empty.at[pipeline.stage(n, stages)])
-    pl.when(last != 0)(copy)
+    part = refs.bias, (*at, pl.ds(first_key, config.block_kv)), refs.bias_smem.at[stage]
+    pl.when((batch >= 0) & (i >= 0))(lambda: refs.bias_stages.issue(stage, part))
+    pl.when((batch >= 0) & (i < 0))(lambda: refs.bias_stages.expect(stage, 0))
 
 
 def _release_stage(tile: Tile, step: Step) -> jax.Array:
     """Releases a step's stage, and returns whether this warp refills it in a moment.
 
-    Right after the release, products would wait for the warp. A tile's last stages, which get the next tile's
-    copies, are refilled at once: no registers are left for another tile's coordinates while products are in flight.
+    A refill right after the release would let products wait for this warp, so that it comes in the next step. A tile's
+    last stages get the next tile's copies at once: later no registers are left for another tile's coordinates.
     """
-    stages = tile.config.stages
-    n, released = step.n + stages, pipeline.arrive(tile.refs.empty.at[pipeline.stage(step.n, stages)])
+    stages = tile.refs.step_stages
+    n, released = step.n + stages.count, stages.arrive(stages.stage(step.n))
     within = n < tile.first_stage + tile.steps
 
     @pl.when(~within)
     def _():
-        pipeline.when(released)(lambda: _copy_stage(tile, _place_behind(tile, n), n))
+        pipeline.when(released)(lambda: _fill(tile, _coord_behind(tile, n), n))
 
     return released * within.astype(jnp.int32)
 
@@ -240,69 +235,71 @@ def _release_stage(tile: Tile, step: Step) -> jax.Array:
 def _refill(tile: Tile, step: Step, released: jax.Array) -> None:
     """Refills the stage of the step before, if this warp was the last to release it."""
     stages = tile.config.stages - 1
-    pipeline.when(released)(lambda: _copy_step(tile, _place_after(tile, step, stages), step.n + stages))
+    pipeline.when(released)(lambda: _fill_step(tile, _coord_after(tile, step, stages), step.n + stages))
 
 
 def _release_bias(tile: Tile, step: Step) -> None:
-    slots = tile.config.bias_stages
-    n = step.n + slots
+    stages = tile.refs.bias_stages
+    n = step.n + stages.count
 
-    def copy() -> None:
+    def refill() -> None:
         within = n < tile.first_stage + tile.steps
-        here, behind = lambda: _place_after(tile, step, slots), lambda: _place_behind(tile, n)
-        _copy_bias(tile, _StageCoord(*lax.cond(within, here, behind)), n)
+        here, behind = lambda: _coord_after(tile, step, stages.count), lambda: _coord_behind(tile, n)
+        _fill_bias(tile, _StageCoord(*lax.cond(within, here, behind)), n)
 
-    _release(tile.refs.bias_empty, step.n, slots, copy)
+    stages.release(stages.stage(step.n), refill)
 
 
-def _pass_spare_stages(tile: Tile) -> None:
+def _drain_empty_stages(tile: Tile) -> None:
     """Passes the tile's stages in which there is no step."""
-    refs, stages, slots = tile.refs, tile.config.stages, tile.config.bias_stages
+    refs = tile.refs
 
-    def pass_stage(j: Any, _: None) -> None:
-        n = tile.first_stage + j
-        pipeline.wait(refs.full, n, stages)
-        _release(refs.empty, n, stages, lambda: _copy_stage(tile, _place_behind(tile, n + stages), n + stages))
-        if slots:
-            pipeline.wait(refs.bias_full, n, slots)
-            copy = lambda: _copy_bias(tile, _place_behind(tile, n + slots), n + slots)
-            _release(refs.bias_empty, n, slots, copy)
+    def refill(stages: Stages, fill: Callable[[Tile, _StageCoord, Index], None], j: jax.Array) -> None:
+        n = tile.first_stage + j + stages.count
+        fill(tile, _coord_behind(tile, n), n)
 
-    lax.fori_loop(tile.steps, tile.stages, pass_stage, None)
+    fills = (refs.step_stages, _fill), (refs.bias_stages, _fill_bias)
+    passed = ((stages, functools.partial(refill, stages, fill)) for stages, fill in fills)
+    pipeline.drain(tile.first_stage, tile.steps, tile.stages, *passed)
 
 
 def _release_keys(tile: Tile) -> None:
     """Releases the tile's keys and values, for those of the next tile."""
 
-    def copy() -> None:
-        following = tile.following()
-        pl.when(following.batch >= 0)(lambda: _copy_keys(following))
+    def refill() -> None:
+        next_tile = tile.next_tile()
+        pl.when(next_tile.batch >= 0)(lambda: _fill_keys(next_tile))
 
-    _release(tile.refs.kv_empty, 0, 1, copy)
+    tile.refs.kv_stages.release(0, refill)
 
 
 # A tile of keys.
 
 
-def _visit(tile: Tile, fetch: Callable[[], Any]) -> Any:
+def _visit(tile: Tile, fetch: Callable[[], jax.Array]) -> jax.Array:
     """Computes a warpgroup's part of a tile: gradients of 64 keys and values; calls `fetch` before it writes them."""
     warpgroup, widths = lax.axis_index("warpgroup"), (tile.problem.head_dim, tile.problem.value_dim)
     zeros = (plgpu.layout_cast(jnp.zeros((CHUNK, columns), jnp.float32), WGMMA) for columns in widths)
-    pipeline.wait(tile.refs.kv_full, tile.t, 1)
-    first = _first_scores(tile) if tile.config.prefetch_scores else None
+    tile.refs.kv_stages.wait(tile.t)
+    issue = lambda n: _issue_scores(tile, lax.rem(n, tile.config.stages))
+    first = first_scores(tile, tile.refs.step_stages, issue) if tile.config.prefetch_scores else None
     _, _, (dk, dv) = tile.each_step(_step, (first, jnp.int32(0), tuple(zeros)))
-    tile = tile.again()
-    _pass_spare_stages(tile)
+    tile = tile.reload()
+    _drain_empty_stages(tile)
     if tile.config.ordered_dq:
         backward_common.release_last_dq(tile, warpgroup)
     _release_keys(tile)
     reduce.sync_block(tile.config.warpgroups)
     fetched = fetch()
-    _epilogue(tile.again(), warpgroup, dk, dv)
+    _epilogue(tile.reload(), warpgroup, dk, dv)
     return fetched
 
 
-class _Part(NamedTuple):
+# The step's K Q^T, if that is multiplied ahead, whether the warp is to refill the stage of the step before, dK and dV.
+_Carry = tuple[jax.Array | None, jax.Array, tuple[jax.Array, ...]]
+
+
+class _WarpgroupStep(NamedTuple):
     """A warpgroup's part of a step: 64 keys against the step's queries, and a square of the step's dQ."""
 
     tile: Tile
@@ -313,13 +310,13 @@ class _Part(NamedTuple):
 
     @property
     def square(self) -> tuple[jax.Array, jax.Array]:
-        """Which square of dQ, down and across, the warpgroup multiplies."""
+        """Says which square of dQ, down and across, the warpgroup multiplies."""
         across = self.tile.refs.key_smem.shape[1]
         return lax.div(self.warpgroup, across), lax.rem(self.warpgroup, across)
 
     @property
     def sum_gmem(self) -> Any:
-        """Where the tiles of keys add their squares."""
+        """Says where the tiles of keys add their squares."""
         tile, step, (row, column) = self.tile, self.step, self.square
         row += step.i * (tile.config.block_q // CHUNK)
         return tile.refs.dq_sum.at[tile.batch, step.head, row, column]
@@ -330,31 +327,33 @@ class _Part(NamedTuple):
         return self.tile.refs.dq_smem.at[self.warpgroup]
 
 
-def _step(tile: Tile, step: Step, compare: Compare, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Adds to dK and dV in registers and to dQ in global memory.
+def _step(tile: Tile, step: Step, compare: Compare, carry: _Carry) -> _Carry:
+    """Adds a step to dK and dV in registers and to dQ in global memory, and returns the next step's `carry`.
 
-    `carry`: the step's K Q^T, if that is multiplied ahead, whether the warp is to refill the stage of the step before,
-    and dK and dV; what comes back is the same for the next step.
+    With S the scaled, capped and masked K Q^T, and `delta = d_lse - rowsum(dO * O)`, transposed as here:
+
+        P = exp(S - lse)    dS = P * (V dO^T + delta) * slope    dV += P dO    dK += dS Q    dQ += dS^T K
     """
     scores, released, (dk, dv) = carry
     problem, config, refs = tile.problem, tile.config, tile.refs
     warpgroup, stage = ptx.opaque(lax.axis_index("warpgroup")), lax.rem(step.n, config.stages)
     d_out_smem, ds_smem = refs.d_out_smem.at[stage], refs.ds_smem.at[lax.rem(step.n, 2)]
-    part = _Part(tile, step, warpgroup, stage, ds_smem)
+    part = _WarpgroupStep(tile, step, warpgroup, stage, ds_smem)
     shape, dtype, capped = (CHUNK, config.block_q), problem.dtype, capped_bias(problem)
 
     early = backward_common.semaphore_value(tile, step, warpgroup) if _fetches_early(config) else None
     if scores is None:
-        pipeline.wait(refs.full, step.n, config.stages)
+        refs.step_stages.wait(step.n)
     # Where the sum starts, delta costs neither a subtraction nor registers while the exponentials need them.
     delta = lax.optimization_barrier(by_column(refs.delta_smem.at[stage], shape))
-    issued = _issue_scores(tile, stage) if scores is None else None
+    x = _issue_scores(tile, stage) if scores is None else scores
     dp = wgmma.multiply(refs.value_smem.at[warpgroup], d_out_smem, depth=problem.value_dim, sums=delta)
     _refill(tile, step, released)
     extras = backward_common.load_early(tile, step, warpgroup)
     if config.bias_stages:
         extras["bias"] = _read_bias(part)
-    x = wgmma.wait(issued, pending=1) if scores is None else scores
+    if scores is None:
+        x = wgmma.wait(x, pending=1)
     extras |= backward_common.load_late(tile, step, warpgroup)
     x, slope = soft_capped(problem, x)
     if capped:
@@ -367,7 +366,7 @@ def _step(tile: Tile, step: Step, compare: Compare, carry: tuple[Any, ...]) -> t
         if early is not None:
             _fetch_sum(part, early)
         ended = backward_common.semaphore_value(tile, step, warpgroup)
-        # A load is issued early; a computation, which would take registers, comes later.
+        # The position is loaded early where it is data; its computation takes registers, and comes later.
         earlier = backward_common.dq_position(tile, step.i) if problem.has_data_mask else None
     if slope is not None and not capped:
         p = p * slope
@@ -380,8 +379,9 @@ def _step(tile: Tile, step: Step, compare: Compare, carry: tuple[Any, ...]) -> t
     _share(part, ds)
     issued, dk = _add_to_dq(part, ds, dk, (earlier, ended))
     plgpu.wgmma_wait(0)
-    issued, *sums = (None if x is None else wgmma.completed(x) for x in (issued, dk, dv))
-    return issued, _release_stage(tile, step), tuple(sums)
+    issued = None if issued is None else wgmma.completed(issued)
+    sums = wgmma.completed(dk), wgmma.completed(dv)
+    return issued, _release_stage(tile, step), sums
 
 
 def _issue_scores(tile: Tile, stage: jax.Array) -> jax.Array:
@@ -391,46 +391,34 @@ def _issue_scores(tile: Tile, stage: jax.Array) -> jax.Array:
     return wgmma.multiply(refs.key_smem.at[warpgroup], refs.query_smem.at[stage], depth=depth)
 
 
-def _first_scores(tile: Tile) -> jax.Array:
-    """The first step's K Q^T, if there is a step."""
-    stages = tile.config.stages
-
-    def multiply() -> jax.Array:
-        pipeline.wait(tile.refs.full, tile.first_stage, stages)
-        return wgmma.wait(_issue_scores(tile, lax.rem(tile.first_stage, stages)), pending=0)
-
-    def nothing() -> jax.Array:
-        return plgpu.layout_cast(jnp.zeros((CHUNK, tile.config.block_q), jnp.float32), WGMMA)
-
-    return lax.cond(tile.steps > 0, multiply, nothing)
-
-
 def _issue_next_scores(tile: Tile, step: Step) -> jax.Array:
     """Issues the next step's K Q^T; after a tile's last step, a product that nothing reads."""
     follows, stages = step.n + 1 < tile.first_stage + tile.steps, tile.config.stages
-    pl.when(follows)(lambda: pipeline.wait(tile.refs.full, step.n + 1, stages))
+    pl.when(follows)(lambda: tile.refs.step_stages.wait(step.n + 1))
     return _issue_scores(tile, lax.rem(step.n + follows.astype(jnp.int32), stages))
 
 
-def _read_bias(part: _Part) -> jax.Array:
-    """The copied bias of the warpgroup's scores, transposed as it is read: no copy of the whole bias is made."""
-    tile, step, slots = part.tile, part.step, part.tile.config.bias_stages
-    pipeline.wait(tile.refs.bias_full, step.n, slots)
-    keys, slot = pl.ds(part.warpgroup * CHUNK, CHUNK), pipeline.stage(step.n, slots) if slots > 1 else 0
-    bias = plgpu.load(tile.refs.bias_smem.at[slot, :, keys].T, layout=WGMMA)
+def _read_bias(part: _WarpgroupStep) -> jax.Array:
+    """Loads the copied bias of the warpgroup's scores, transposed: the whole bias is never transposed in memory."""
+    tile, step = part.tile, part.step
+    tile.refs.bias_stages.wait(step.n)
+    keys, stage = pl.ds(part.warpgroup * CHUNK, CHUNK), tile.refs.bias_stages.stage(step.n)
+    bias = plgpu.load(tile.refs.bias_smem.at[stage, :, keys].T, layout=WGMMA)
     plgpu.commit_smem()  # TMA writes where threads have read
     _release_bias(tile, step)
     return bias
 
 
-def _share(part: _Part, ds: jax.Array) -> None:
+def _share(part: _WarpgroupStep, ds: jax.Array) -> None:
     """Stores score gradients in shared memory, and waits for those of the other warpgroups."""
     wgmma.stmatrix(part.ds_smem.at[part.warpgroup], ds)
     wgmma.commit_square()
     reduce.sync_block(part.tile.config.warpgroups)
 
 
-def _add_to_dq(part: _Part, ds: jax.Array, dk: jax.Array, order: tuple[Any, Any]) -> tuple[jax.Array | None, jax.Array]:
+def _add_to_dq(
+    part: _WarpgroupStep, ds: jax.Array, dk: jax.Array, order: tuple[Any, Any]
+) -> tuple[jax.Array | None, jax.Array]:
     """Multiplies and adds a warpgroup's square of dQ, over the keys of all warpgroups, beside dK.
 
     `order`: where dQ is ordered, how many tiles add to the square before, if that is known already, and how many have.
@@ -445,7 +433,7 @@ def _add_to_dq(part: _Part, ds: jax.Array, dk: jax.Array, order: tuple[Any, Any]
     dq = wgmma.multiply_columns([part.ds_smem.at[other, row] for other in others], keys)
     issued = None
     if config.prefetch_scores:
-        # dV is complete, and its factors' registers are free: with all products in flight ptxas serialises them.
+        # The wait completes dV and frees its factors' registers: ptxas serialises products if all are in flight.
         plgpu.wgmma_wait(1)
         issued = _issue_next_scores(tile, part.step)
     dk = wgmma.multiply_rows(dk, ds, refs.query_smem.at[part.stage])
@@ -468,14 +456,14 @@ def _add_to_dq(part: _Part, ds: jax.Array, dk: jax.Array, order: tuple[Any, Any]
 
 
 def _warps_add(problem: Attention, config: BackwardConfig) -> bool:
-    """Whether each warp adds its own part of a square, without waiting for the other warps.
+    """Says whether each warp adds its own part of a square, without waiting for the other warps.
 
     Where the warpgroup also stores a bias' gradient, its warps wait for each other anyway.
     """
     return not config.ordered_dq and not problem.bias_gradient and not config.dq_from_registers
 
 
-def _add_square(part: _Part, square: jax.Array, earlier: Any, ended: jax.Array | None) -> None:
+def _add_square(part: _WarpgroupStep, square: jax.Array, earlier: Index | None, ended: jax.Array | None) -> None:
     """Adds a square to the sum in global memory, in order if dQ is ordered."""
     tile = part.tile
     if tile.config.dq_from_registers:
@@ -491,11 +479,11 @@ def _add_square(part: _Part, square: jax.Array, earlier: Any, ended: jax.Array |
 
 
 def _fetches_early(config: BackwardConfig) -> bool:
-    """Whether the last tile to add loads the sum half a step ahead: with more queries there are no registers."""
+    """Says whether the last tile to add loads the sum half a step ahead: with more queries there are no registers."""
     return config.ordered_dq and config.fused_dq_cast and config.block_q == CHUNK
 
 
-def _fetch_sum(part: _Part, ended: jax.Array) -> None:
+def _fetch_sum(part: _WarpgroupStep, ended: jax.Array) -> None:
     """Issues the load of the sum if this tile adds last, and not alone; `ended`: the semaphore's last known value."""
     tile, step, warpgroup = part.tile, part.step, part.warpgroup
     earlier = backward_common.dq_position(tile, step.i)
@@ -506,7 +494,7 @@ def _fetch_sum(part: _Part, ended: jax.Array) -> None:
         plgpu.copy_gmem_to_smem(part.sum_gmem, part.sum_smem, tile.refs.dq_full.at[warpgroup])
 
 
-def _write_last(part: _Part, square: jax.Array) -> None:
+def _write_last(part: _WarpgroupStep, square: jax.Array) -> None:
     """Writes the sum of the other tiles' squares and this one."""
 
     def with_others(square: jax.Array) -> jax.Array:
@@ -517,7 +505,7 @@ def _write_last(part: _Part, square: jax.Array) -> None:
     _write_square(part, lax.cond(others, with_others, lambda square: square, square))
 
 
-def _write_square(part: _Part, total: jax.Array) -> None:
+def _write_square(part: _WarpgroupStep, total: jax.Array) -> None:
     """Writes a square of dQ in 16 bits, so that XLA need not clear a sum before or convert it after."""
     tile, step, (row, column) = part.tile, part.step, part.square
     d_query_smem = tile.refs.d_query_smem.at[part.warpgroup]
@@ -527,14 +515,14 @@ def _write_square(part: _Part, total: jax.Array) -> None:
     pipeline.store_rows(d_query_smem, tile.refs.d_query, (tile.batch, rows, step.head), column * CHUNK)
 
 
-def _write_logits(part: _Part, gradient: jax.Array) -> None:
+def _write_logits(part: _WarpgroupStep, gradient: jax.Array) -> None:
     """Writes the gradient of the tile's logits, which is the bias' before its reduction."""
     tile, step, block_q = part.tile, part.step, part.tile.config.block_q
     keys, rows = pl.ds(tile.first_key + part.warpgroup * CHUNK, CHUNK), pl.ds(step.i * block_q, block_q)
     store(tile.refs.d_logits.at[tile.batch, step.head, keys, rows], gradient.astype(tile.problem.dtype))
 
 
-def _write_scores(part: _Part) -> None:
+def _write_scores(part: _WarpgroupStep) -> None:
     """Stores dLogits from shared memory: without a soft cap they equal dS."""
     tile, step, block_q = part.tile, part.step, part.tile.config.block_q
     keys = pl.ds(tile.first_key + part.warpgroup * CHUNK, CHUNK)
@@ -542,14 +530,14 @@ def _write_scores(part: _Part) -> None:
     pipeline.store_rows(part.ds_smem.at[part.warpgroup], tile.refs.d_logits, at, step.i * block_q)
 
 
-def _epilogue(tile: Tile, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
+def _epilogue(tile: Tile, warpgroup: jax.Array, dk: jax.Array, dv: jax.Array) -> None:
     """Writes dK and dV, through the shared memory of the score gradients."""
     refs, dtype = tile.refs, tile.problem.dtype
     first_row = tile.first_key + warpgroup * CHUNK
     rows = pl.ds(first_row, CHUNK)
     if tile.config.head_splits > 1:
         for sums, ref in ((dk * tile.problem.scale, refs.d_key), (dv, refs.d_value)):
-            epilogue.store_sums(ref, sums, tile.place(first_row), 0)
+            epilogue.store_sums(ref, sums, tile.coord(first_row), 0)
         return plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     gradients = (dk * tile.problem.scale, refs.d_key), (dv, refs.d_value)
     slots = [refs.ds_smem.at[stage, warpgroup, pl.ds(c, 1)] for stage in range(2) for c in range(refs.ds_smem.shape[2])]
@@ -573,21 +561,22 @@ def _epilogue(tile: Tile, warpgroup: jax.Array, dk: Any, dv: Any) -> None:
 def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, ctas: int) -> None:
     cta, tiles, stages = lax.axis_index("cta"), backward_common.tile_count(problem, config), config.stages
     factors = "key_smem", "value_smem", "query_smem", "d_out_smem", "ds_smem", "d_query_smem"
-    ptx.cut_by_operations(refs, "words_smem", *factors)
-    refs.tile_smem = refs.words_smem.at[pl.ds(0, RING_ROWS)]
+    ptx.cut_by_operations(refs, "barrier_smem", *factors)
+    refs.tile_smem = refs.barrier_smem.at[pl.ds(0, RING_ROWS)]
     refs.lse_smem, refs.delta_smem = (refs.statistics_smem.at[pl.ds(i * stages, stages)] for i in range(2))
-    barriers = pl.ds(RING_ROWS, refs.words_smem.shape[0] - RING_ROWS)
-    backward_common.name_barriers(refs, refs.words_smem.at[barriers], _arrivals(problem, config))
-    zero = 0 * cta  # no literal: Mosaic takes none where it expects a value
+    barriers, table = pl.ds(RING_ROWS, refs.barrier_smem.shape[0] - RING_ROWS), _stages(problem, config)
+    pipeline.bind(refs, table, refs.barrier_smem.at[barriers])
+    pipeline.start(refs.barrier_smem.at[barriers], pipeline.arrivals(table))
+    zero = 0 * cta  # not a literal, which Mosaic does not take where it expects a value
 
-    def fetch(t: Any) -> jax.Array:
+    def fetch(t: Index) -> jax.Array:
         """Returns the number of the CTA's tile `t`; a dynamic scheduler fetches it in warpgroup 0, without waiting."""
         if config.scheduler != "dynamic":
             return cta + t * ctas
         is_first = lax.axis_index("warpgroup") == 0
         return lax.cond(is_first, lambda: tile_scheduler.fetch_tile(refs.tile_counter), lambda: jnp.int32(0))
 
-    def publish(t: Any, number: jax.Array, first_stage: Any) -> None:
+    def publish(t: Index, number: jax.Array, first_stage: Index) -> None:
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _():
             batch, *rest = Tile.of(problem, config, refs, lax.min(number, tiles - 1), first_stage).record
@@ -595,11 +584,11 @@ def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, cta
 
     def prologue(tile: Tile) -> None:
         """Issues the first copies of the CTA."""
-        _copy_keys(tile)
-        for n in range(stages):
-            _copy_stage(tile, _place(tile, n), n)
+        _fill_keys(tile)
+        for n in range(config.stages):
+            _fill(tile, _stage_coord(tile, n), n)
         for n in range(config.bias_stages):
-            _copy_bias(tile, _place(tile, n), n)
+            _fill_bias(tile, _stage_coord(tile, n), n)
 
     def visit(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         t, number = state
@@ -617,7 +606,7 @@ def _body(problem: Attention, config: BackwardConfig, refs: SimpleNamespace, cta
 
 
 def _fetches_first_tile(config: BackwardConfig) -> bool:
-    """Whether a CTA fetches its first tile from the counter, too.
+    """Says whether a CTA fetches its first tile from the counter, too.
 
     It must if dQ is ordered: then every tile before a fetched one is done, or belongs to a CTA that runs.
     """
@@ -625,7 +614,7 @@ def _fetches_first_tile(config: BackwardConfig) -> bool:
 
 
 def launched(problem: Attention, config: BackwardConfig) -> int:
-    """How many CTAs there are."""
+    """Says how many CTAs there are."""
     tiles = backward_common.tile_count(problem, config)
     return tiles if config.scheduler == "single" else min(tiles, hardware.current().sm_count)
 

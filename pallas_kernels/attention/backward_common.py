@@ -17,7 +17,6 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
@@ -29,15 +28,14 @@ from pallas_kernels.attention.mask import TileRange
 from pallas_kernels.attention.online_softmax import TileCoord
 from pallas_kernels.attention.problem import AnyBackwardConfig, Attention
 from pallas_kernels.hardware import WARPGROUP_ROWS
-from pallas_kernels.mosaic import fast_math, pipeline, ptx
+from pallas_kernels.mosaic import fast_math, pipeline, ptx, wgmma
 from pallas_kernels.mosaic.fast_math import LOG2E
-from pallas_kernels.mosaic.ptx import WGMMA, Index
+from pallas_kernels.mosaic.pipeline import Stages
+from pallas_kernels.mosaic.ptx import WGMMA, Index, Ref
 
 Compare = bool | jax.Array  # whether a step compares indices and segment ids, and applies the mask
 COLUMN = WGMMA.reduce(0)
 INFINITY = 0x7F800000  # as a word
-ALIGNMENT = 1024  # of arrays in shared memory
-BARRIER_BYTES = 8
 
 
 # Tiles and steps.
@@ -46,20 +44,20 @@ BARRIER_BYTES = 8
 class Sequence(NamedTuple):
     """The lengths of an element of the batch, and its `mask.window_bounds`."""
 
-    keys: Any
-    queries: Any  # tiles of them
-    left: Any
-    right: Any
+    keys: Index
+    queries: Index  # tiles of them
+    left: Index
+    right: Index
 
 
 class Step(NamedTuple):
     """One tile of queries against the tile of keys; `n` counts the stages of all the CTA's tiles before, too."""
 
-    head: Any
-    i: Any
-    n: Any
-    starts: Any  # whether it is the tile's first
-    visit: Any  # `first <= visit < end` of the range: `i`, unless tiles are staggered
+    head: Index
+    i: Index
+    n: jax.Array
+    starts: Index  # whether it is the tile's first
+    visit: jax.Array  # `first <= visit < end` of the range: `i`, unless tiles are staggered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,23 +67,28 @@ class Tile:
     problem: Attention
     config: Any  # an `AnyBackwardConfig`: which one, its kernel knows
     refs: SimpleNamespace  # operands, results and scratch
-    batch: Any
-    key_head: Any
-    index: Any
+    batch: Index
+    key_head: Index
+    index: Index
     sequence: Sequence
     span: TileRange  # the tiles of queries that see some of the keys
-    first_stage: Any
+    first_stage: Index
     t: Any = None  # which of the CTA's tiles it is, where a ring of records tells
 
     @classmethod
     def of(
-        cls, problem: Attention, config: AnyBackwardConfig, refs: SimpleNamespace, tile: jax.Array, first_stage: Any = 0
+        cls,
+        problem: Attention,
+        config: AnyBackwardConfig,
+        refs: SimpleNamespace,
+        tile: jax.Array,
+        first_stage: Index = 0,
     ) -> "Tile":
         """Returns the `tile`th of all tiles of keys."""
         per_head, together = -(-problem.key_length // config.block_kv), _heads_per_group(problem, config)
         section, tile = lax.div(tile, per_head * together), lax.rem(tile, per_head * together)
         index, head = lax.div(tile, together), section * together + lax.rem(tile, together)
-        batch, key_head = _place(problem, head)
+        batch, key_head = _batch_and_head(problem, head)
         if last_tile_first(problem, config):
             index = (per_head - 1) - index
         sequence = sequence_at(problem, config, refs, batch)
@@ -98,7 +101,7 @@ class Tile:
 
     @classmethod
     def of_record(
-        cls, problem: Attention, config: AnyBackwardConfig, refs: SimpleNamespace, t: Any, *, uniform: bool = True
+        cls, problem: Attention, config: AnyBackwardConfig, refs: SimpleNamespace, t: Index, *, uniform: bool = True
     ) -> "Tile":
         """Returns the CTA's tile `t`, from its record; the batch is negative if there is no such tile."""
         batch, key_head, index, first_stage, *span = tile_scheduler.read(refs.tile_smem, t, uniform=uniform)
@@ -106,24 +109,24 @@ class Tile:
         return cls(problem, config, refs, batch, key_head, index, sequence, TileRange(*span), first_stage, t)
 
     @property
-    def record(self) -> tuple[Any, ...]:
+    def record(self) -> tuple[Index, ...]:
         """The numbers that `of_record` reads."""
         return self.batch, self.key_head, self.index, self.first_stage, *self.span
 
-    def again(self) -> "Tile":
+    def reload(self) -> "Tile":
         """Returns the tile from its record again, which frees registers meanwhile."""
         return self if self.t is None else self.of_record(self.problem, self.config, self.refs, self.t)
 
-    def following(self) -> "Tile":
+    def next_tile(self) -> "Tile":
         """Returns the CTA's next tile, for one warp's copies."""
         return self.of_record(self.problem, self.config, self.refs, self.t + 1, uniform=False)
 
     @property
-    def first_key(self) -> Any:
+    def first_key(self) -> Index:
         return self.index * self.config.block_kv
 
     @property
-    def source_head(self) -> Any:
+    def source_head(self) -> Index:
         """The head of the keys in memory, which the splits of a group share."""
         splits = self.config.head_splits
         return self.key_head if splits == 1 else lax.div(self.key_head, splits)
@@ -133,31 +136,31 @@ class Tile:
         """Query heads that read these keys."""
         return self.problem.group
 
-    def place(self, row: Any) -> TileCoord:
-        """Where gradients of keys from `row` on are written."""
+    def coord(self, row: Index) -> TileCoord:
+        """Says where gradients of keys from `row` on are written."""
         return TileCoord(self.batch, self.key_head, row, self.problem.key_length, self.problem.query_length)
 
     @property
     def ragged(self) -> bool:
-        """Whether a tile of keys may hold some that do not exist."""
+        """Says whether a tile of keys may hold some that do not exist."""
         return _ragged(self.problem, self.config)
 
     @property
-    def steps(self) -> Any:
+    def steps(self) -> Index:
         queries = lax.sub(self.span.end, self.span.first)
         return queries if self.group == 1 else lax.mul(queries, self.group)
 
     @property
-    def stages(self) -> Any:
+    def stages(self) -> Index:
         """Steps, and as many stages without one as make a pipeline's depth, so that refills look one tile ahead."""
         return lax.max(self.steps, self.config.stages)
 
-    def step(self, h: Any, i: jax.Array) -> Step:
+    def step(self, h: Index, i: Any) -> Step:
         """Returns the step of head `h` of the group and the `i`th tile of queries."""
         n = h * (self.span.end - self.span.first) + (i - self.span.first)
         return Step(self.key_head * self.group + h, self.visited(i), self.first_stage + n, n == 0, i)
 
-    def visited(self, i: Any) -> Any:
+    def visited(self, i: Index) -> Index:
         """Returns the `i`th tile of queries; staggered tiles of keys start at different ones that need no mask."""
         if not self.config.staggered:
             return i
@@ -166,30 +169,30 @@ class Tile:
         later = ptx.where(later >= end, later - (end - first), later)
         return ptx.where((first <= i) & (i < end), later, i)
 
-    def each_head[Carry](self, visit: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
+    def each_head[Carry](self, visit: Callable[[Index, Carry], Carry], carry: Carry) -> Carry:
         """Runs `carry = visit(h, carry)` for each head of the group."""
         return visit(0, carry) if self.group == 1 else lax.fori_loop(0, self.group, visit, carry)
 
-    def each_step_alike[Carry](self, visit: Callable[[Step, Carry], Carry], carry: Carry) -> Carry:
-        """`carry = visit(step, carry)` for the same steps in the same order, where nothing is compared."""
+    def each_unmasked_step[Carry](self, visit: Callable[[Step, Carry], Carry], carry: Carry) -> Carry:
+        """Runs `carry = visit(step, carry)` for the steps of `each_step`, in their order, without a mask."""
 
-        def of_head(h: Any, carry: Carry) -> Carry:
+        def of_head(h: Index, carry: Carry) -> Carry:
             step = lambda i, carry: visit(self.step(h, i), carry)
             return lax.fori_loop(self.span.first, self.span.end, step, carry)
 
         return self.each_head(of_head, carry)
 
     def each_step[Carry](self, visit: Callable[["Tile", Step, Compare, Carry], Carry], carry: Carry) -> Carry:
-        """`carry = visit(tile, step, compare, carry)` for each head of the group and tile of queries that sees keys.
+        """Runs `carry = visit(tile, step, compare, carry)` for each head and tile of queries that sees keys.
 
-        Where there are segments or a mask, `compare` is known in the kernel alone, in one loop: of three, D = 64 spills
-        60 bytes instead of 12 (segments).
+        Steps before, within and after those that need no mask have a loop each. Where the mask is data there is one
+        loop, and `compare` is a value of the kernel: with three loops, heads of 64 spill 60 bytes, not 12 (segments).
         """
         _, _, left, right = self.sequence
 
-        def of_head(h: Any, carry: Carry) -> Carry:
-            def piece(start: str, stop: str, compare: Callable[[TileRange, Any], Compare], carry: Carry) -> Carry:
-                tile = self.again()
+        def of_head(h: Index, carry: Carry) -> Carry:
+            def piece(start: str, stop: str, compare: Callable[[TileRange, jax.Array], Compare], carry: Carry) -> Carry:
+                tile = self.reload()
 
                 def step(i: jax.Array, carry: Carry) -> Carry:
                     return visit(tile, tile.step(h, i), compare(tile.span, i), carry)
@@ -209,14 +212,14 @@ class Tile:
 
 
 def tile_count(problem: Attention, config: AnyBackwardConfig) -> int:
-    """How many tiles of keys there are."""
+    """Says how many tiles of keys there are."""
     return problem.batch * problem.key_heads * -(-problem.key_length // config.block_kv)
 
 
-def spans(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace, found: mask.BlockMask) -> jax.Array:
+def spans(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace, blocks: mask.BlockMask) -> jax.Array:
     """Returns the spans of all tiles of keys, `[B|1, K|1, tiles, 4]`, of pairs of tiles of keys and of queries."""
-    found = mask.of_group(found, problem.group)
-    met = mask.tile_ranges(found, -(-problem.query_length // config.block_q))
+    blocks = mask.of_group(blocks, problem.group)
+    met = mask.tile_ranges(blocks, -(-problem.query_length // config.block_q))
     first_keys = jnp.arange(0, problem.key_length, config.block_kv)[None, None, :]
     span = _span(problem, config, first_keys, sequence_at(problem, config, ops, (slice(None), None, None)))
     by = TileRange(*(met[..., i] for i in range(4)))
@@ -227,7 +230,9 @@ def spans(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace, f
     return jnp.stack([first, inner_first, inner_end, end], axis=3)
 
 
-def sequence_at(problem: Attention, config: AnyBackwardConfig, operands: SimpleNamespace, batch: Any) -> Sequence:
+def sequence_at(
+    problem: Attention, config: AnyBackwardConfig, operands: SimpleNamespace, batch: Index | tuple[slice | None, ...]
+) -> Sequence:
     """Returns the sequence at `batch`, or the sequences."""
     keys, queries = problem.key_length, problem.query_length
     if problem.key_lengths:
@@ -239,7 +244,7 @@ def sequence_at(problem: Attention, config: AnyBackwardConfig, operands: SimpleN
 
 
 def last_tile_first(problem: Attention, config: AnyBackwardConfig) -> bool:
-    """Whether the last tile of keys adds first.
+    """Says whether the last tile of keys adds first.
 
     Under a bound on the right it starts at the last queries, and waits for no tile that starts before them.
     """
@@ -251,7 +256,7 @@ def _ragged(problem: Attention, config: AnyBackwardConfig) -> bool:
 
 
 def _span(problem: Attention, config: AnyBackwardConfig, key: Index, sequence: Sequence) -> TileRange:
-    """The tiles of queries that see some of the tile of keys from `key` on."""
+    """Returns the tiles of queries that see some key of the tile that begins at `key`."""
     keys, queries, left, right = sequence
     block_q, last = config.block_q, key + (config.block_kv - 1)
     first, inner_first, inner_end, end = 0, 0, queries, queries
@@ -275,50 +280,30 @@ def _heads_per_group(problem: Attention, config: AnyBackwardConfig) -> int:
     return max(g for g in range(1, config.heads_per_l2_group + 1) if heads % g == 0)
 
 
-def _place(problem: Attention, head: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The batch element and the key head that is the `head`th in order."""
+def _batch_and_head(problem: Attention, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the batch element and the key head at place `head` of the order in which tiles start."""
     if problem.bias is not None and problem.bias[0] == 1 and 1 not in problem.bias[1:]:
         # The sequences of a head share its bias in L2.
         return lax.rem(head, problem.batch), lax.div(head, problem.batch)
     return lax.div(head, problem.key_heads), lax.rem(head, problem.key_heads)
 
 
-def _div(x: Index, y: int) -> Any:
-    """`max(x, 0) // y`."""
+def _div(x: Index, y: int) -> Index:
+    """Returns `max(x, 0) // y`."""
     return max(x, 0) // y if isinstance(x, int) else lax.div(jnp.maximum(x, 0), y)
 
 
-def _clip(x: Index, low: Index, high: Index) -> Any:
+def _clip(x: Index, low: Index, high: Index) -> Index:
     if all(isinstance(v, int) for v in (x, low, high)):
         return min(max(x, low), high)
     return jnp.minimum(jnp.maximum(x, low), high)
 
 
-# Shared memory.
-
-
-def scratch_bytes(scratch: dict[str, Any]) -> int:
-    """Counts the bytes that arrays and barriers take."""
-    found = scratch.values()
-    barriers = sum(int(np.prod(x.num_barriers)) for x in found if isinstance(x, plgpu.Barrier))
-    arrays = [math.prod(x.shape) * x.dtype.itemsize for x in found if not isinstance(x, plgpu.Barrier)]
-    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in arrays) + barriers * BARRIER_BYTES
-
-
-def name_barriers(refs: SimpleNamespace, array: jax.Ref, arrivals: dict[str, tuple[int, ...]]) -> None:
-    """Makes the barriers of `array`, and adds them to `refs` by the name of those that belong together."""
-    first = 0
-    for name, counts in arrivals.items():
-        setattr(refs, name, array.at[pl.ds(first, len(counts))])
-        first += len(counts)
-    pipeline.start(array, sum(arrivals.values(), ()))
-
-
 # The order of dQ.
 
 
-def dq_position(tile: Tile, i: Any) -> Any:
-    """How many tiles of keys add to tile `i` of queries before this one."""
+def dq_position(tile: Tile, i: Index) -> Index:
+    """Says how many tiles of keys add to tile `i` of queries before this one."""
     if tile.problem.has_data_mask:
         position = tile.refs.dq_position
         return position[*gather.broadcast_index((tile.batch, tile.key_head, tile.index, i), position.shape)]
@@ -326,14 +311,14 @@ def dq_position(tile: Tile, i: Any) -> Any:
     return tile.index - first if mask.window_bounds(tile.problem)[1] is None else last - tile.index
 
 
-def is_last(tile: Tile, i: Any) -> Any:
-    """Whether no tile of keys adds to tile `i` of queries after this one."""
+def is_last(tile: Tile, i: Index) -> Index:
+    """Says whether no tile of keys adds to tile `i` of queries after this one."""
     first, last = _adders(tile, i)
     return tile.index == (last if mask.window_bounds(tile.problem)[1] is None else first)
 
 
-def _adders(tile: Tile, i: Any) -> tuple[Any, Any]:
-    """The first and the last tile of keys that add to tile `i` of queries, where shapes tell."""
+def _adders(tile: Tile, i: Index) -> tuple[Index, Index]:
+    """Returns the first and the last tile of keys that add to tile `i` of queries, where shapes and lengths tell."""
     keys, _, left, right = tile.sequence
     block_q, block_kv = tile.config.block_q, tile.config.block_kv
     first, last = 0 if left is None else _div(i * block_q + left, block_kv), _div(keys - 1, block_kv)
@@ -351,23 +336,23 @@ def dq_positions(problem: Attention, config: AnyBackwardConfig, spans: jax.Array
 
 @functools.lru_cache(maxsize=64)
 def dq_writer_counts(problem: Attention, config: AnyBackwardConfig) -> tuple[int, int] | None:
-    """How many tiles of keys, at least and at most, add to a tile of queries; None: only the device knows."""
+    """Says how many tiles of keys, at least and at most, add to a tile of queries; None: only the device knows."""
     if problem.key_lengths or problem.query_lengths or problem.has_data_mask:
         return None
     left, right = mask.window_bounds(problem)
     block_q, block_kv = config.block_q, config.block_kv
-    found = {0} if problem.query_length == 0 else set()
+    counts = {0} if problem.query_length == 0 else set()
     for row in range(0, problem.query_length, block_q):
-        first = 0 if left is None else _div(row + left, block_kv)
+        first = 0 if left is None else max(row + left, 0) // block_kv
         last = -(-problem.key_length // block_kv) - 1
         if right is not None:
             last = min(last, (row + block_q - 1 + right) // block_kv)
-        found.add(max(last - first + 1, 0))
-    return min(found), max(found)
+        counts.add(max(last - first + 1, 0))
+    return min(counts), max(counts)
 
 
 def first_stores(problem: Attention, config: AnyBackwardConfig) -> bool:
-    """Whether each tile of queries has a first one that adds to its dQ, and is known to: it need not be zero before.
+    """Says whether some tile of keys is known to add first to each tile of dQ, which then need not be zero before.
 
     D = 128, S = 2048, bf16: zeros take 40 us, 3 % of all, H200.
     """
@@ -375,7 +360,7 @@ def first_stores(problem: Attention, config: AnyBackwardConfig) -> bool:
     return config.ordered_dq and known is not None and known[0] > 0
 
 
-def add_ordered(tile: Tile, source: Any, target: Any, earlier: Any) -> None:
+def add_ordered(tile: Tile, source: Any, target: Any, earlier: Index | None) -> None:
     """Adds a square to dQ in global memory; `earlier`: how many tiles add before, None where dQ is not ordered."""
 
     def reduce() -> None:
@@ -387,8 +372,8 @@ def add_ordered(tile: Tile, source: Any, target: Any, earlier: Any) -> None:
     pl.when(earlier > 0)(reduce)
 
 
-def semaphore_value(tile: Tile, step: Step, warpgroup: Any) -> jax.Array:
-    """How many tiles have added; loaded long before it is needed, because the load takes a third of a step."""
+def semaphore_value(tile: Tile, step: Step, warpgroup: Index) -> jax.Array:
+    """Loads how many tiles have added, long before it is needed: the load takes a third of a step."""
 
     def load_semaphore(ctx, semaphore):
         text = "ld.relaxed.gpu.global.s32 $0, [$1];"
@@ -398,7 +383,7 @@ def semaphore_value(tile: Tile, step: Step, warpgroup: Any) -> jax.Array:
     return ptx.inline(load_semaphore, _counter(tile, warpgroup, step.head, step.i), result=ptx.INTEGER)
 
 
-def acquire_dq(tile: Tile, step: Step, warpgroup: Any, value: Index, ended: jax.Array) -> None:
+def acquire_dq(tile: Tile, step: Step, warpgroup: Index, value: Index, ended: jax.Array) -> None:
     """Waits until `value` tiles have added; `ended`: the semaphore's last known value."""
 
     def acquire_semaphore(ctx, semaphore, value, ended):
@@ -414,18 +399,18 @@ def acquire_dq(tile: Tile, step: Step, warpgroup: Any, value: Index, ended: jax.
     ptx.inline(acquire_semaphore, _counter(tile, warpgroup, step.head, step.i), value, ended)
 
 
-def release_previous_dq(tile: Tile, step: Step, warpgroup: Any) -> None:
+def release_previous_dq(tile: Tile, step: Step, warpgroup: Index) -> None:
     """Releases the semaphore of the step before, once its square has arrived."""
     plgpu.wait_smem_to_gmem(0)
 
     @pl.when(~step.starts)
     def _():
-        new_head = (step.i == tile.span.first).astype(jnp.int32)
+        new_head = jnp.int32(step.i == tile.span.first)
         i = step.i - 1 + new_head * (tile.span.end - tile.span.first)
         _release_semaphore(_counter(tile, warpgroup, step.head - new_head, i))
 
 
-def release_last_dq(tile: Tile, warpgroup: Any) -> None:
+def release_last_dq(tile: Tile, warpgroup: Index) -> None:
     """Releases the semaphore of the last step, once its square has arrived."""
     plgpu.wait_smem_to_gmem(0)
 
@@ -435,15 +420,15 @@ def release_last_dq(tile: Tile, warpgroup: Any) -> None:
         _release_semaphore(_counter(tile, warpgroup, last, tile.span.end - 1))
 
 
-def _counter(tile: Tile, warpgroup: Any, head: Any, i: Any) -> jax.Ref:
+def _counter(tile: Tile, warpgroup: Index, head: Index, i: Index) -> jax.Ref:
     return tile.refs.dq_semaphore.at[warpgroup, tile.batch, head, i]
 
 
 def _release_semaphore(semaphore: jax.Ref) -> None:
     """Lets the next tile add, after the square is visible to it.
 
-    The release takes longer than the rest of the ordering. Without it and the acquire of `acquire_dq`, 2 % of calls
-    returned some rows wrong: 512 tokens, 32 heads of 64, causal, H100.
+    The release takes longer than the rest of the ordering. Without the release and the acquire of `acquire_dq`, some
+    rows were wrong in 2 % of calls: 512 tokens, 32 heads of 64, causal, H100.
     """
 
     def release_semaphore(ctx, semaphore):
@@ -463,22 +448,22 @@ def by_column(ref: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def capped_bias(problem: Attention) -> bool:
-    """Whether a soft cap is between a bias and the scores, so that their gradients differ by its slope.
+    """Says whether a soft cap is between a bias and the scores, so that their gradients differ by its slope.
 
     The slope waits in shared memory until then: beside a bias there are no registers for it.
     """
     return problem.bias is not None and problem.soft_cap is not None
 
 
-def load_early(tile: Tile, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
-    """The mask's bits, two registers, loaded while the products run."""
+def load_early(tile: Tile, step: Step, warpgroup: Index) -> dict[str, jax.Array]:
+    """Loads the mask's bits, two registers, while the products run."""
     if not tile.problem.mask:
         return {}
     corner = tile.batch, step.head, *_corner(tile, step, warpgroup)
     return {"mask_bits": gather.load_bits(tile.refs.mask, 2, corner, tile.config.block_q)}
 
 
-def load_late(tile: Tile, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
+def load_late(tile: Tile, step: Step, warpgroup: Index) -> dict[str, jax.Array]:
     """Loads the bias, each thread for itself: there are no registers for it before."""
     if not tile.problem.bias or tile.config.bias_stages:
         return {}
@@ -486,17 +471,28 @@ def load_late(tile: Tile, step: Step, warpgroup: Any) -> dict[str, jax.Array]:
     return {"bias": gather.load_tile(tile.refs.bias, corner, tile.config.block_q)}
 
 
+def first_scores(tile: Tile, stages: Stages, issue: Callable[[Index], jax.Array]) -> jax.Array:
+    """Returns the product of keys and queries of the tile's first step, which `issue` begins, if there is a step."""
+
+    def multiply() -> jax.Array:
+        stages.wait(tile.first_stage)
+        return wgmma.wait(issue(tile.first_stage), pending=0)
+
+    zeros = lambda: plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, tile.config.block_q), jnp.float32), WGMMA)
+    return lax.cond(jnp.int32(tile.steps) > 0, multiply, zeros)
+
+
 def soft_capped(problem: Attention, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """Returns the products scaled and capped, times log2(e), and the cap's derivative."""
     if problem.soft_cap is None:
         return x * (problem.scale * LOG2E), None
-    # tanh(y) = 1 - 2 / (1 + exp(2 y)): the hardware's tanh errs by 2^-11.
+    # tanh(y) = 1 - 2 / (1 + exp(2 y)), and tanh' = 1 - tanh^2; the hardware's tanh errs by 2^-11.
     tanh = 1.0 - 2.0 / (1.0 + fast_math.exp_16bit(x * (2 * problem.scale / problem.soft_cap)))
     return tanh * (problem.soft_cap * LOG2E), 1.0 - tanh * tanh
 
 
 def probabilities(
-    tile: Tile, step: Step, warpgroup: Any, x: jax.Array, extras: dict[str, jax.Array], compare: Compare
+    tile: Tile, step: Step, warpgroup: Index, x: jax.Array, extras: dict[str, jax.Array], compare: Compare
 ) -> jax.Array:
     """Returns the probabilities of `soft_capped` products `x [64 keys, queries]`; `compare`: indices, ids and mask."""
     problem, refs = tile.problem, tile.refs
@@ -512,7 +508,7 @@ def probabilities(
     return fast_math.weight_in_sum(x, lse)
 
 
-def _corner(tile: Tile, step: Step, warpgroup: Any) -> tuple[jax.Array, jax.Array]:
+def _corner(tile: Tile, step: Step, warpgroup: Index) -> tuple[Index, Index]:
     """Returns a tile's first key and query."""
     return tile.first_key + warpgroup * WARPGROUP_ROWS, step.i * tile.config.block_q
 
@@ -531,7 +527,7 @@ def _apply_mask(tile: Tile, extras: dict[str, jax.Array], corner: gather.Corner,
 
 
 def query_bounds(problem: Attention) -> tuple[int | None, int | None]:
-    """Which queries see a key, by their positions less its own: `mask.position_bounds` the other way round."""
+    """Returns the bounds of a query's position less the key's: `mask.position_bounds` seen from the key."""
     left, right = mask.position_bounds(problem)
     return None if right is None else -right, None if left is None else -left
 
@@ -545,7 +541,7 @@ def _in_bounds(tile: Tile, x: jax.Array, key: Index, row: Index) -> jax.Array:
 
     def mask_tile(ctx, x, keys, most, least):
         registers = x.registers.copy()
-        thread = ptx.thread_found_here()
+        thread = ptx.reread_thread_index()
         lane, warp = ptx.rem(thread, 32), ptx.div(thread, 32)
         first = ptx.add(ptx.mul(warp, 16), ptx.div(lane, 4))
         column = ptx.mul(ptx.rem(lane, 4), 2)
@@ -581,23 +577,23 @@ def _in_bounds(tile: Tile, x: jax.Array, key: Index, row: Index) -> jax.Array:
     )
 
 
-def zero_rows(target: Any, lse: Any) -> None:
+def zero_rows(target: Ref, lse: Ref) -> None:
     """The calling warp zeroes the rows of a stage's panels whose lse is inf, before products read them.
 
-    Cotangents of rows without a key may be NaN. Zeroed here, XLA need not make a copy of all cotangents.
+    Cotangents of rows without a key may be NaN. XLA would have to copy all cotangents to zero them.
     """
     panels, rows, _ = target.shape
     panel_bytes = rows * pipeline.SWIZZLE_BYTES
 
     def zero_rows_of_warp(ctx, target, lse):
         line = range(0, pipeline.SWIZZLE_BYTES, pipeline.VECTOR_BYTES)
-        places = [panel * panel_bytes + b for panel in range(panels) for b in line]
+        offsets = [panel * panel_bytes + b for panel in range(panels) for b in line]
         text = (
             "{ .reg .b32 lane, row, word, place; .reg .b64 at; .reg .pred empty, more; "
             "mov.u32 lane, %laneid; mov.b32 row, lane; AGAIN: "
             "mad.wide.u32 at, row, 4, $0; ld.global.b32 word, [at]; "
             f"setp.eq.b32 empty, word, {INFINITY}; mad.lo.u32 place, row, {pipeline.SWIZZLE_BYTES}, $1; "
-            + " ".join(f"@empty st.shared.v4.b32 [place+{place}], {{0, 0, 0, 0}};" for place in places)
+            + " ".join(f"@empty st.shared.v4.b32 [place+{offset}], {{0, 0, 0, 0}};" for offset in offsets)
             + f" add.u32 row, row, 32; setp.lt.u32 more, row, {rows}; @more bra AGAIN; "
             "fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; }"
         )

@@ -18,6 +18,7 @@ from pallas_kernels.attention.problem import AnyBackwardConfig, Attention, opera
 from pallas_kernels.hardware import WARPGROUP_ROWS
 from pallas_kernels.mosaic import reduce, wgmma
 from pallas_kernels.mosaic.fast_math import LOG2E
+from pallas_kernels.mosaic.pipeline import Scratch
 
 CHUNK = WARPGROUP_ROWS  # keys of a warpgroup, and columns of a swizzled 16-bit tile
 TILE = (CHUNK, CHUNK)  # keys and queries of a step, where a warpgroup has all keys
@@ -33,7 +34,7 @@ def padded_dims(problem: Attention) -> tuple[int, int]:
     return max(_up(problem.head_dim, CHUNK), value_dim), value_dim
 
 
-def named(problem: Attention, operands: tuple[jax.Array, ...]) -> SimpleNamespace:
+def by_name(problem: Attention, operands: tuple[jax.Array, ...]) -> SimpleNamespace:
     """Returns the operands by name."""
     names = (*operand_names(problem), "out", "lse", "d_out", "d_lse")
     return SimpleNamespace(**dict(zip(names, operands, strict=True)))
@@ -45,7 +46,7 @@ def with_split_heads(problem: Attention, config: AnyBackwardConfig) -> Attention
 
 
 def without_keys(problem: Attention, ops: SimpleNamespace) -> jax.Array:
-    """Which rows, `[B, N, T]`, get no gradient: nothing is seen from there, or it is past the length."""
+    """Says which rows, `[B, N, T]`, get no gradient: those that see no key, and those past the length."""
     nothing = ops.lse == -jnp.inf
     if problem.query_lengths:
         nothing |= (jnp.arange(problem.query_length)[None, :] >= ops.query_lengths[:, None])[:, None, :]
@@ -53,7 +54,7 @@ def without_keys(problem: Attention, ops: SimpleNamespace) -> jax.Array:
 
 
 def tiles_without_keys(nothing: jax.Array, config: AnyBackwardConfig) -> jax.Array:
-    """Which tiles of queries have rows without a key, `[B, N, tiles]`, of the rows that have none, `[B, N, T]`."""
+    """Says which tiles of queries, `[B, N, tiles]`, have one of the rows without a key, `[B, N, T]`."""
     missing = -nothing.shape[2] % config.block_q
     nothing = jnp.pad(nothing, ((0, 0), (0, 0), (0, missing)))
     return nothing.reshape(*nothing.shape[:2], -1, config.block_q).any(3).astype(jnp.int32)
@@ -68,10 +69,10 @@ def row_delta(ops: SimpleNamespace, nothing: jax.Array) -> jax.Array:
 
 def inputs(
     problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace, nothing: jax.Array, delta: jax.Array
-) -> dict[str, Any]:
+) -> dict[str, jax.Array]:
     """Makes the kernel's operands, by name; queries come last, as a tile's columns, but for a bias that TMA copies."""
     b, n, rows = problem.batch, problem.query_heads, _up(problem.query_length, config.block_q)
-    found = dict(
+    arrays = dict(
         query=ops.query,
         key=ops.key,
         value=ops.value,
@@ -80,22 +81,23 @@ def inputs(
         delta=_pad(delta, (b, n, rows)),
     )
     if mask.may_see_nothing(problem):
-        found["without_keys"] = tiles_without_keys(nothing, config)
+        arrays["without_keys"] = tiles_without_keys(nothing, config)
     if problem.bias:
-        found["bias"] = ops.bias if config.bias_stages else jnp.swapaxes(ops.bias, 2, 3)
+        arrays["bias"] = ops.bias if config.bias_stages else jnp.swapaxes(ops.bias, 2, 3)
     for name in ("query_lengths", "key_lengths"):
         if hasattr(ops, name):
-            found[name] = getattr(ops, name)
-    return found | what_is_seen(problem, config, ops)
+            arrays[name] = getattr(ops, name)
+    return arrays | what_is_seen(problem, config, ops)
 
 
-def what_is_seen(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace) -> dict[str, Any]:
+def what_is_seen(problem: Attention, config: AnyBackwardConfig, ops: SimpleNamespace) -> dict[str, jax.Array]:
     """Makes the mask's bits, ids, positions, the tiles of queries for each tile of keys, and the order of dQ."""
-    found: dict[str, Any] = {}
+    arrays: dict[str, jax.Array] = {}
     blocks, seen = (config.block_kv, config.block_q), []
     if problem.mask:
-        found["mask"] = mask.pack_bits(ops.mask, 2)
-        seen.append(mask.blocks_of_mask(problem, found["mask"], 2, problem.mask[2], *blocks))
+        arrays["mask"] = mask.pack_bits(ops.mask, 2)
+        blocks_of = mask.every_block if config.visits_hidden else mask.bitmask_blocks
+        seen.append(blocks_of(arrays["mask"], 2, problem.mask[2], *blocks))
     if problem.segments:
         seen.append(mask.segment_blocks(ops.key_segments, ops.query_segments, *blocks))
     if problem.positions:
@@ -103,18 +105,18 @@ def what_is_seen(problem: Attention, config: AnyBackwardConfig, ops: SimpleNames
         seen.append(mask.position_blocks(ops.key_positions, ops.query_positions, *blocks, bounds))
     for name in ("segments", "positions"):
         if getattr(problem, name):
-            found[f"query_{name}"] = getattr(ops, f"query_{name}")[:, None, None, :]
-            found[f"key_{name}"] = getattr(ops, f"key_{name}")[:, None, :, None]
+            arrays[f"query_{name}"] = getattr(ops, f"query_{name}")[:, None, None, :]
+            arrays[f"key_{name}"] = getattr(ops, f"key_{name}")[:, None, :, None]
     if seen:
-        found["spans"] = spans = backward_common.spans(problem, config, ops, functools.reduce(mask.both, seen))
+        arrays["spans"] = spans = backward_common.spans(problem, config, ops, functools.reduce(mask.both, seen))
         if config.ordered_dq:
-            found["dq_position"] = backward_common.dq_positions(problem, config, spans)
-    return found
+            arrays["dq_position"] = backward_common.dq_positions(problem, config, spans)
+    return arrays
 
 
 def outputs(
-    problem: Attention, config: AnyBackwardConfig, inputs: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+    problem: Attention, config: AnyBackwardConfig, inputs: dict[str, jax.Array]
+) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, jax.Array]]:
     """Gives the results' types, by name: of arrays that are written whole, and of zeros that are written in part."""
     b, n, rows = inputs["lse"].shape
     head_dim, _ = padded_dims(problem)
@@ -160,7 +162,7 @@ def gradients(problem: Attention, config: AnyBackwardConfig, written: dict[str, 
 
 
 def bias_gradient(problem: Attention, ops: SimpleNamespace, d_logits: jax.Array) -> jax.Array:
-    """Returns the gradient of the logits, `[B, N, S, T]` with padding, summed to the bias' shape."""
+    """Computes `dBias`: the gradient of the logits, `[B, N, S, T]` with padding, summed to the bias' shape."""
     assert problem.bias is not None
     d_logits = jnp.swapaxes(d_logits[:, :, : problem.key_length, : problem.query_length], 2, 3)
     axes = tuple(d for d in range(4) if problem.bias[d] == 1)
@@ -168,7 +170,7 @@ def bias_gradient(problem: Attention, ops: SimpleNamespace, d_logits: jax.Array)
 
 
 def sinks_gradient(ops: SimpleNamespace, nothing: jax.Array, delta: jax.Array) -> jax.Array:
-    """Returns the sinks' weights in their rows' sums, times delta."""
+    """Computes `dSink = sum(exp(sink - lse) * delta)` over the rows of each head."""
     weight = jnp.where(nothing, 0.0, monoid.decay(ops.sinks[None, :, None], ops.lse))
     return (weight * delta).sum((0, 2)).astype(ops.sinks.dtype)
 
@@ -181,7 +183,7 @@ def _pad(x: jax.Array, shape: tuple[int, ...], fill: float = 0) -> jax.Array:
 def launch(
     problem: Attention,
     config: AnyBackwardConfig,
-    scratch: dict[str, Any],
+    scratch: Scratch,
     body: Callable[[Attention, Any, SimpleNamespace, int], None],
     operands: tuple[jax.Array, ...],
     *,
@@ -192,7 +194,7 @@ def launch(
 
     `tile_counter`: of a dynamic scheduler.
     """
-    ops = named(problem, operands)
+    ops = by_name(problem, operands)
     nothing = without_keys(problem, ops)
     delta = row_delta(ops, nothing)
     arrays = inputs(problem, config, ops, nothing, delta)
@@ -223,9 +225,9 @@ def launch(
     run = run if tile_counter is None else sequential_vmap(run)
     results, left = run(list(workspaces.values()), *arrays.values())
     written = dict(zip(whole, results, strict=True)) | dict(zip(workspaces, left, strict=True))
-    found = gradients(problem, config, written)
+    grads = gradients(problem, config, written)
     if problem.bias_gradient:
-        found.append(bias_gradient(problem, ops, written["d_logits"]))
+        grads.append(bias_gradient(problem, ops, written["d_logits"]))
     if problem.sinks:
-        found.append(sinks_gradient(ops, nothing, delta))
-    return tuple(found)
+        grads.append(sinks_gradient(ops, nothing, delta))
+    return tuple(grads)

@@ -9,7 +9,6 @@ Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -21,6 +20,7 @@ from pallas_kernels import monoid
 from pallas_kernels.attention import gather
 from pallas_kernels.hardware import WARPGROUP_ROWS
 from pallas_kernels.mosaic import fast_math, ptx
+from pallas_kernels.mosaic.ptx import Index
 
 COLUMNS = 8
 MOST_AT_ONCE = 32  # states of a row that a thread has registers for; more merge in two launches
@@ -33,7 +33,7 @@ def _body(*refs: jax.Ref, count: int, sinks: bool) -> None:
     group, row = lax.axis_index("group"), lax.axis_index("row_tile") * WARPGROUP_ROWS
     column = lax.axis_index("column_tile") * COLUMNS
 
-    def load(ref: jax.Ref, part: Any, column: jax.Array | int) -> jax.Array:
+    def load(ref: jax.Ref, part: Index, column: jax.Array | int) -> jax.Array:
         return gather.load_tile(ref, (part, 0, row, column), COLUMNS)
 
     # Both are loaded before either is used, so that one latency is waited for.
@@ -64,8 +64,8 @@ def run(parts: jax.Array, lses: jax.Array, sinks: jax.Array | None, dtype: jnp.d
     arrays = parts.reshape(splits, 1, rows, columns), lses.reshape(splits, 1, rows, 1)
     if splits > MOST_AT_ONCE:
         groups = next(n for n in range(2, splits) if splits % n == 0 and splits // n <= MOST_AT_ONCE)
-        found = _merge(*arrays, groups=groups, dtype=jnp.dtype("float32"))
-        arrays = tuple(x[:, None] for x in found)
+        merged = _merge(*arrays, groups=groups, dtype=jnp.dtype("float32"))
+        arrays = tuple(x[:, None] for x in merged)
     if sinks is not None:
         arrays = (*arrays, jnp.broadcast_to(sinks, shape).reshape(1, 1, rows, 1))
     out, lse = _merge(*arrays, groups=1, dtype=dtype)
@@ -73,7 +73,7 @@ def run(parts: jax.Array, lses: jax.Array, sinks: jax.Array | None, dtype: jnp.d
 
 
 def _merge(*arrays: jax.Array, groups: int, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """The states of each of `groups` groups of parts `[parts, 1, rows, columns]` become one."""
+    """Merges the states of each of `groups` groups of parts, `[parts, 1, rows, columns]`."""
     splits, _, rows, columns = arrays[0].shape
     return plgpu.kernel(
         functools.partial(_body, count=splits // groups, sinks=len(arrays) > 2),

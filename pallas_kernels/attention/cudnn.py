@@ -52,14 +52,14 @@ _TILE_KEYS, _HALF_TILE_KEYS = 128, 64
 
 
 def unsupported_device(device: Device) -> str | None:
-    """Why a device does not run cuDNN's attention."""
+    """Says why a device does not run cuDNN's attention."""
     if _capability(device) < (8, 0):
         return f"cuDNN's attention needs compute capability 8.0; {device.name} has {device.compute_capability}"
     return None
 
 
 def unsupported(problem: Attention, device: Device) -> str | None:
-    """Why cuDNN does not take the problem, or cannot give it our semantics."""
+    """Says why cuDNN does not take the problem, or cannot give it our semantics."""
     hopper = _capability(device) >= (9, 0)
     widest = 256 if hopper else 128
     if problem.cap or problem.soft_cap is not None:
@@ -87,7 +87,7 @@ def unsupported(problem: Attention, device: Device) -> str | None:
 
 
 def _no_gradient(problem: Attention) -> str | None:
-    """Why cuDNN does not take a backward problem whose forward problem it takes."""
+    """Says why cuDNN does not take a backward problem whose forward problem it takes."""
     if problem.query_length == problem.key_length == 1:
         return "cuDNN gives no gradients of one query and one key"
     if problem.deterministic:
@@ -115,19 +115,19 @@ def _is_native(problem: Attention) -> bool:
 
 
 def _has_bias(problem: Attention) -> bool:
-    """Whether the call has a bias, of the user's or for pairs that cuDNN does not hide by itself."""
+    """Says whether the call has a bias, of the user's or for pairs that cuDNN does not hide by itself."""
     return bool(problem.bias or problem.mask or problem.segments) or not _is_native(problem)
 
 
 def _has_lengths(problem: Attention) -> bool:
-    """Whether cuDNN is given lengths: the caller's, or, lest it reads a half tile past the last key, all there are."""
+    """Says whether cuDNN is given lengths: the caller's, or whole ones, lest it reads a half tile past the last key."""
     of_caller = _is_native(problem) and (problem.query_lengths or problem.key_lengths)
     return of_caller or (problem.op is Op.BACKWARD and problem.key_length % _TILE_KEYS == _HALF_TILE_KEYS)
 
 
 def forward(problem: Attention, config: None, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Runs the forward pass: the output `[B, T, N, D]` and the logsumexp `[B, N, T]`."""
-    ops = _named(problem, operands)
+    ops = _by_name(problem, operands)
     # cuDNN reads the logits of keys and queries past their lengths, and hides them, but a weight of 0 hides no NaN.
     ready = _prepare(problem, ops, cleared=("value",))
     rows = problem.batch, problem.query_heads, problem.query_length
@@ -148,7 +148,7 @@ def forward(problem: Attention, config: None, *operands: jax.Array) -> tuple[jax
 
 def backward(problem: Attention, config: None, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Runs the backward pass: the gradients of query, key, value, of a bias where it is asked for, and of sinks."""
-    ops, (out, lse, d_out, _) = _named(problem, operands[:-4]), operands[-4:]
+    ops, (out, lse, d_out, _) = _by_name(problem, operands[:-4]), operands[-4:]
     ready = _prepare(problem, ops, cleared=("query", "key", "value"))
     nothing = lse == -jnp.inf
     if mask.may_see_nothing(problem):
@@ -165,19 +165,19 @@ def backward(problem: Attention, config: None, *operands: jax.Array) -> tuple[ja
         results.append((bias[0].shape, problem.dtype))
     given = [ready.query, ready.key, ready.value, stats, d_out, *bias, out, *ready.lengths]
     d_query, d_key, d_value, *d_bias = _call(problem, given, results, by_length=3)
-    found = [x.transpose(_BY_LENGTH) for x in (d_query, d_key, d_value)]
-    found[0] = -found[0] if problem.scale < 0 else found[0]
+    gradients = [x.transpose(_BY_LENGTH) for x in (d_query, d_key, d_value)]
+    gradients[0] = -gradients[0] if problem.scale < 0 else gradients[0]
     if problem.bias_gradient and problem.bias:
         assert ready.hidden is not None  # as the call has a bias
-        found.append(sum_to(jnp.where(ready.hidden, 0, d_bias[0]), problem.bias))
+        gradients.append(sum_to(jnp.where(ready.hidden, 0, d_bias[0]), problem.bias))
     if problem.sinks:
         delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
         weight = jnp.where(nothing, 0.0, decay(ops.sinks.astype(jnp.float32)[None, :, None], lse))
-        found.append(-(weight * jnp.swapaxes(delta, 1, 2)).sum((0, 2)).astype(ops.sinks.dtype))
-    return tuple(found)
+        gradients.append(-(weight * jnp.swapaxes(delta, 1, 2)).sum((0, 2)).astype(ops.sinks.dtype))
+    return tuple(gradients)
 
 
-def _named(problem: Attention, operands: tuple[jax.Array, ...]) -> Operands:
+def _by_name(problem: Attention, operands: tuple[jax.Array, ...]) -> Operands:
     return Operands(**dict(zip(operand_names(problem), operands, strict=True)))
 
 
@@ -226,7 +226,7 @@ def _prepare(problem: Attention, ops: Operands, *, cleared: tuple[str, ...]) -> 
 
 
 def _alive_by_index(problem: Attention, ops: Operands) -> jax.Array:
-    """Which queries see a key by their index and lengths, `[B|1, 1, T]`."""
+    """Says which queries see a key by their index and lengths, `[B|1, 1, T]`."""
     at = jnp.arange(problem.query_length, dtype=jnp.int32)[None, None]
     left, right = mask.window_bounds(problem)
     counts = [None if x is None else x[:, None, None] for x in (ops.query_lengths, ops.key_lengths)]
@@ -251,8 +251,8 @@ def _call(
         custom_call_api_version=2,
         legacy_backend_config=json.dumps({"operation_queue_id": "0", "cudnn_fmha_backend_config": _config(problem)}),
     )
-    *found, _ = call(*operands)
-    return found
+    *arrays, _ = call(*operands)
+    return arrays
 
 
 # (contracting axes, batch axes) of both sides of a product: Q K^T and P V; dS^T Q, dS K, P^T dO and dO V^T.
@@ -272,7 +272,7 @@ _PRODUCTS = {
 
 
 def _config(problem: Attention) -> dict[str, Any]:
-    """The call, as the protocol buffer `CudnnfMHABackendConfig` of XLA."""
+    """Describes the call as XLA's protocol buffer `CudnnfMHABackendConfig`."""
     left, right = mask.window_bounds(problem) if _is_native(problem) else (None, None)
     words = ["PADDING"] * _has_lengths(problem) + ["CAUSAL"] * (right is not None)
     shape = problem.batch, problem.query_heads, problem.query_length, problem.key_length

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 from pallas_kernels.attention import backward, backward_common, backward_wide, combine, cudnn, dropout, forward, mask
@@ -19,7 +19,7 @@ from pallas_kernels.attention.problem import (
     ForwardConfig,
     Op,
 )
-from pallas_kernels.decision import Decision, Kernel, by_card, decision, refusals
+from pallas_kernels.decision import Decision, Kernel, decision, refusals
 from pallas_kernels.hardware import WARPGROUP_ROWS, Device
 
 KIB, MIB = 2**10, 2**20
@@ -41,7 +41,7 @@ _STREAMING = Rates(0.75, 1.9, 0.75)
 
 @dataclasses.dataclass(frozen=True)
 class Thresholds:
-    """The tuned figures of one card. Widths of heads are classes: up to 64, 128 and 256."""
+    """The tuned figures. Widths of heads are classes: up to 64, 128 and 256."""
 
     modelled_queries: int = 1024  # with more, the config for long sequences is taken without asking the model
     rates: Mapping[int, Rates] = MappingProxyType({
@@ -69,24 +69,19 @@ class Thresholds:
     padded_logits: int = 2**9  # the same where there are lengths
     small_gradient: int = 2**15  # the same of gradients with a mask, a bias or lengths
     dropped_logits: int = 3 * 2**20  # the same where there is dropout
+    hidden_blocks: int = 8  # of 64 queries and keys, of all heads, for each SM, up to which hidden tiles are visited
     dynamic_rows: int = 8192  # queries of a tile of keys up to which bounded ones are scheduled dynamically
     dynamic_ordered_tiles: int = 8  # tiles of keys up to which ordered ones are scheduled dynamically
     cached_mib: int = 32  # of L2, for what the heads that run at one time read and add to
     document_heads: int = 16  # per group, where documents leave each head little to read
 
 
-DEFAULT = Thresholds()
-BY_CARD = by_card("attention", DEFAULT)
-
-
-def thresholds(device: Device) -> Thresholds:
-    """The card's figures, or those of a card that was not tuned."""
-    return BY_CARD.get(device.card, DEFAULT)
+THRESHOLDS = Thresholds()
 
 
 def _xla_is_faster(problem: Attention, device: Device) -> str | None:
-    """Why no kernel should take a problem that one could take, or None."""
-    figures, heads = thresholds(device), problem.batch * problem.query_heads
+    """Says why no kernel should take a problem that one could take, or None."""
+    figures, heads = THRESHOLDS, problem.batch * problem.query_heads
     if problem.batch_invariant or problem.page_size:
         return None
     logits, longest = heads * problem.query_length * problem.key_length, max(problem.query_length, problem.key_length)
@@ -113,7 +108,7 @@ def _xla_is_faster(problem: Attention, device: Device) -> str | None:
 
 
 def _xla_beats_cudnn(problem: Attention, device: Device) -> str | None:
-    """Why cuDNN should not take a problem that it could take, or None."""
+    """Says why cuDNN should not take a problem that it could take, or None."""
     heads = problem.batch * problem.query_heads
     if problem.query_length <= _FEW_QUERIES and problem.key_length >= _MANY_KEYS and 4 * heads <= device.sm_count:
         return "few CTAs would read many keys one after another, which XLA's products share among SMs"
@@ -126,15 +121,15 @@ def forward_configs(problem: Attention, device: Device) -> tuple[ForwardConfig, 
     Long sequences and batch-invariant calls have one config, by the heads' sizes and the kind of call alone, and those
     with a bias at most two.
     """
-    figures = thresholds(device)
+    figures = THRESHOLDS
     if problem.bias is not None:
-        return _with_bias(problem, figures, device)
+        return _with_bias(problem, device)
     whole = _whole(problem)
     if problem.batch_invariant or problem.query_length > figures.modelled_queries:
         return (_filling(problem, whole, device),)
     # The system takes a KiB for each CTA.
     fits = lambda c: c.ctas_per_sm * (forward.shared_bytes(problem, c) + KIB) <= device.smem_per_cta + KIB
-    rates = {c: r for c, r in _short(problem, figures).items() if fits(c)}
+    rates = {c: r for c, r in _short(problem).items() if fits(c)}
     narrow = {c: r for c, r in rates.items() if c.warpgroups == 1}
     narrow |= {c: r for config, r in narrow.items() for c in _packed(problem, config)}
     wide = {whole: figures.rates[_class(problem)]}
@@ -144,19 +139,19 @@ def forward_configs(problem: Attention, device: Device) -> tuple[ForwardConfig, 
         rates |= dict.fromkeys([config, *_split(problem, config, device)], r)
     durations = {config: _duration(problem, config, r, device) for config, r in rates.items()}
     durations[whole] *= figures.favoured
-    found = sorted(durations, key=durations.__getitem__)
+    ranked = sorted(durations, key=durations.__getitem__)
     if problem.page_size:  # a tile of keys is whole pages, or a page whole tiles
-        found = [config for config in found if config.block_kv != 96]
-    return tuple(dict.fromkeys(_balanced(problem, config, figures, device) for config in found))
+        ranked = [config for config in ranked if config.block_kv != 96]
+    return tuple(dict.fromkeys(_balanced(problem, config, device) for config in ranked))
 
 
 def _is_ragged(problem: Attention) -> bool:
-    """Whether there are several sequences, each with its own number of keys."""
+    """Says whether there are several sequences, each with its own number of keys."""
     return problem.key_lengths and problem.batch > 1
 
 
 def _class(problem: Attention) -> int:
-    """The widest heads that have the same configs."""
+    """Returns the class of the heads' width: 64, 128 or 256."""
     return next(size for size in (64, 128, 256) if problem.widest <= size)
 
 
@@ -171,7 +166,7 @@ def _whole(problem: Attention) -> ForwardConfig:
 
 
 def _filling(problem: Attention, config: ForwardConfig, device: Device) -> ForwardConfig:
-    """`config`, or tiles of two warpgroups in the place of three where those leave SMs idle."""
+    """Returns `config`, or tiles of two warpgroups where those of three leave SMs idle."""
     if config.warpgroups < 3 or problem.has_data_mask or problem.batch_invariant:
         return config
     two = dataclasses.replace(config, block_kv=128, warpgroups=2, early_exp_columns=48, overlap_pv=True)
@@ -181,7 +176,7 @@ def _filling(problem: Attention, config: ForwardConfig, device: Device) -> Forwa
         # Tiles of which some skip keys are half as long as the longest on average, and fill gaps.
         return max(each / 2, 1) if mask.skips_tiles(problem) else -(-each // 1)
 
-    if rounds(two) * thresholds(device).two_warpgroups < rounds(config):
+    if rounds(two) * THRESHOLDS.two_warpgroups < rounds(config):
         return dataclasses.replace(two, prefetch_query=True)
     return config
 
@@ -210,26 +205,26 @@ def _widest(problem: Attention) -> ForwardConfig:
     return dataclasses.replace(config, block_kv=64, zero_init_free=False, overlap_pv=overlap)
 
 
-def _short(problem: Attention, figures: Thresholds) -> dict[ForwardConfig, Rates]:
+def _short(problem: Attention) -> dict[ForwardConfig, Rates]:
     """Configs with tiles of fewer queries, most in several CTAs an SM, whose prologues and epilogues overlap."""
     size = _class(problem)
     narrow = ForwardConfig(block_kv=64, warpgroups=1, rescale_threshold_log2=8, zero_init_free=True)
     plain = not problem.has_data_mask and problem.soft_cap is None
     ctas = {64: 4 if plain else 2, 128: 2, 256: 1}[size]
-    found = {dataclasses.replace(narrow, ctas_per_sm=ctas): figures.narrow_rates[size]}
+    rates = {dataclasses.replace(narrow, ctas_per_sm=ctas): THRESHOLDS.narrow_rates[size]}
     rows = problem.query_length * problem.group
     # Copies of small pages take a warp so long that two CTAs an SM do better.
     long_copies = not 0 < problem.page_size < narrow.block_kv
     if size == 128 and plain and long_copies and not _is_ragged(problem) and rows <= WARPGROUP_ROWS:
-        found[dataclasses.replace(narrow, block_kv=128)] = figures.streaming_rates
+        rates[dataclasses.replace(narrow, block_kv=128)] = THRESHOLDS.streaming_rates
     if size == 64:
         scheduler = "dynamic" if mask.skips_tiles(problem) else "static"
-        found[dataclasses.replace(narrow, warpgroups=2, ctas_per_sm=2, scheduler=scheduler)] = figures.paired_rates
-    return found
+        rates[dataclasses.replace(narrow, warpgroups=2, ctas_per_sm=2, scheduler=scheduler)] = THRESHOLDS.paired_rates
+    return rates
 
 
 def _packed(problem: Attention, config: ForwardConfig) -> list[ForwardConfig]:
-    """`config` with the heads of a group in a tile, as many as have room there for all queries."""
+    """Packs as many heads of a group into a tile as have room there for all queries."""
     if problem.segments or problem.positions or (problem.mask is not None and problem.mask[1] > 1):
         return []
     most = min(problem.group & -problem.group, WARPGROUP_ROWS)
@@ -237,41 +232,41 @@ def _packed(problem: Attention, config: ForwardConfig) -> list[ForwardConfig]:
 
 
 def _split(problem: Attention, config: ForwardConfig, device: Device) -> list[ForwardConfig]:
-    """`config` with the keys split, where there are fewer tiles of queries than CTAs."""
+    """Splits the keys, where there are fewer tiles of queries than CTAs."""
     tiles, steps = _tiles(problem, config), -(-problem.key_length // config.block_kv)
     most = min(device.sm_count * config.ctas_per_sm // tiles, steps, _MOST_SPLITS)
     if config.scheduler == "dynamic":
         return []
-    # More than merge in one launch are a multiple of what one group of the first launch merges.
+    # Above MOST_AT_ONCE the first launch merges groups of 16.
     counts = {2, 4, 8, 16, 32, most if most <= combine.MOST_AT_ONCE else most // 16 * 16}
     return [dataclasses.replace(config, splits=n) for n in sorted(counts) if 1 < n <= most]
 
 
-def _balanced(problem: Attention, config: ForwardConfig, figures: Thresholds, device: Device) -> ForwardConfig:
-    """`config`, where sequences have their own numbers of keys, with several short tiles for each CTA to take."""
+def _balanced(problem: Attention, config: ForwardConfig, device: Device) -> ForwardConfig:
+    """Gives each CTA several short tiles to take, where sequences have their own numbers of keys."""
     if not _is_ragged(problem) or config.warpgroups > 1 or problem.query_length > config.queries:
         return config
     tiles, ctas = _tiles(problem, dataclasses.replace(config, splits=1)), device.sm_count * config.ctas_per_sm
-    steps = problem.key_length // config.block_kv // figures.ragged_steps
-    most = min(figures.ragged_tiles * ctas // tiles, steps, combine.MOST_AT_ONCE)
+    steps = problem.key_length // config.block_kv // THRESHOLDS.ragged_steps
+    most = min(THRESHOLDS.ragged_tiles * ctas // tiles, steps, combine.MOST_AT_ONCE)
     if most <= 1 and tiles <= ctas:
         return config
     return dataclasses.replace(config, splits=1 << max(most, 1).bit_length() - 1, scheduler="dynamic")
 
 
 def _tiles(problem: Attention, config: ForwardConfig) -> int:
-    """How many tiles of queries there are."""
+    """Says how many tiles of queries there are."""
     packs = problem.batch * problem.query_heads // config.packed_heads
     return packs * -(-problem.query_length // config.queries) * config.splits
 
 
 def _duration(problem: Attention, config: ForwardConfig, rates: Rates, device: Device) -> float:
-    """How long the problem would take, in us, beyond a launch."""
-    figures = thresholds(device)
+    """Models the time of the problem in us, beyond a launch."""
+    figures = THRESHOLDS
     per_head = -(-problem.query_length // config.queries) * config.splits
     lengths = problem.query_length, problem.key_length
     ranges = [mask.tile_kv_range(problem, config, i, *lengths)[0] for i in range(per_head)]
-    steps = [tiles.end - tiles.first for tiles in ranges]
+    steps = [int(tiles.end - tiles.first) for tiles in ranges]
     mean, most, tiles = sum(steps) / per_head, max(steps), _tiles(problem, config)
     per_sm = tiles / device.sm_count if most > mean else -(-tiles // device.sm_count)
     rounds = -(-tiles // (device.sm_count * config.ctas_per_sm))
@@ -290,19 +285,19 @@ def _duration(problem: Attention, config: ForwardConfig, rates: Rates, device: D
     return max(busy, waiting, copying) + (busy + waiting + copying) / 10 + merging
 
 
-def _with_bias(problem: Attention, figures: Thresholds, device: Device) -> tuple[ForwardConfig, ...]:
-    """The best config, and where splits of the keys are faster, theirs before it."""
+def _with_bias(problem: Attention, device: Device) -> tuple[ForwardConfig, ...]:
+    """Returns the best config, after one with splits of the keys where that is faster."""
     whole = _with_bias_copied(problem, device)
     if problem.batch_invariant or problem.query_length > WARPGROUP_ROWS:
         return (whole,)
-    narrow, rates = ForwardConfig(64, warpgroups=1, rescale_threshold_log2=8), figures.narrow_rates[_class(problem)]
+    narrow, rates = ForwardConfig(64, warpgroups=1, rescale_threshold_log2=8), THRESHOLDS.narrow_rates[_class(problem)]
     configs = [narrow, *_split(problem, narrow, device)]
     best = min(configs, key=lambda config: _duration(problem, config, rates, device))
     return (best, whole) if best.splits > 1 else (whole,)
 
 
 def _with_bias_copied(problem: Attention, device: Device) -> ForwardConfig:
-    """The widest tiles that fit in shared memory together with tiles of the bias, if TMA can copy those."""
+    """Chooses the widest tiles that fit in shared memory beside tiles of the bias, if TMA can copy the bias."""
     narrow = ForwardConfig(block_kv=64, warpgroups=2, rescale_threshold_log2=8)
     if problem.batch_invariant or not problem.bias_is_tiled:
         return narrow
@@ -314,7 +309,7 @@ def _with_bias_copied(problem: Attention, device: Device) -> ForwardConfig:
 
 
 def backward_configs(problem: Attention, device: Device) -> tuple[BackwardConfig, ...]:
-    """As many queries at a time as the registers hold."""
+    """Chooses as many queries at a time as the registers hold."""
     splits = _head_splits(problem, device, BackwardConfig(block_q=64, warpgroups=2, stages=2))
     problem = dataclasses.replace(problem, key_heads=problem.key_heads * splits)
     block_q = 128 if problem.widest <= 64 else 64
@@ -322,13 +317,13 @@ def backward_configs(problem: Attention, device: Device) -> tuple[BackwardConfig
     # With a bias, and where a tile of keys may be the last to add, the next step's scores find no registers.
     config = dataclasses.replace(config, prefetch_scores=not config.fused_dq_cast and problem.bias is None)
     config = _scheduled(problem, device, _grouped(problem, device, config))
-    found = _with_bias_stages(problem, device, [config], backward.shared_bytes)
-    if found.bias_stages == 0 and not (config.ordered_dq or config.fused_dq_cast):
+    best = _with_bias_stages(problem, device, [config], backward.shared_bytes)
+    if best.bias_stages == 0 and not (config.ordered_dq or config.fused_dq_cast):
         # A tile of the bias is the better use of dQ's shared memory.
         config = dataclasses.replace(config, dq_from_registers=True)
         registers = _with_bias_stages(problem, device, [config], backward.shared_bytes)
-        found = registers if registers.bias_stages else found
-    return (dataclasses.replace(found, head_splits=splits),)
+        best = registers if registers.bias_stages else best
+    return (dataclasses.replace(best, head_splits=splits),)
 
 
 def backward_wide_configs(problem: Attention, device: Device) -> tuple[BackwardWideConfig, ...]:
@@ -344,8 +339,8 @@ def backward_wide_configs(problem: Attention, device: Device) -> tuple[BackwardW
 
 
 def _head_splits(problem: Attention, device: Device, config: AnyBackwardConfig) -> int:
-    """Among how many CTAs a group's query heads are divided, by a model of steps and tiles."""
-    figures, group = thresholds(device), problem.group
+    """Chooses among how many CTAs a group's query heads are divided, by a model of steps and tiles."""
+    figures, group = THRESHOLDS, problem.group
     tiles, queries = -(-problem.key_length // config.block_kv), -(-problem.query_length // config.block_q)
     heads, steps = problem.batch * problem.key_heads, mask.queries_of_tile(problem) // group / config.block_q
     uneven = mask.is_uneven(problem)
@@ -366,7 +361,7 @@ def _head_splits(problem: Attention, device: Device, config: AnyBackwardConfig) 
 
 
 def _ordered(problem: Attention, config: BackwardConfig) -> BackwardConfig:
-    """`config` with ordered sums of dQ where they are asked for, and none where a tile of keys is alone."""
+    """Orders the sums of dQ where that is asked for, unless a single tile of keys adds to each tile of dQ."""
     counts = backward_common.dq_writer_counts(problem, config)
     alone = counts == (1, 1)
     # The cast takes registers, and shared memory, which a soft cap's slope takes beside a bias.
@@ -378,12 +373,12 @@ def _ordered(problem: Attention, config: BackwardConfig) -> BackwardConfig:
 
 
 def _grouped[C: (BackwardConfig, BackwardWideConfig)](problem: Attention, device: Device, config: C) -> C:
-    """`config` with the heads whose tiles are interleaved, by what makes tiles wait."""
+    """Sets `heads_per_l2_group`, so that tiles that are ordered or uneven wait less."""
     if mask.is_uneven(problem):
         # The longest tiles of as many heads as L2 holds come first; two tiles to each SM at least, lest the last be
         # long.
         tiles = max(-(-problem.key_length // config.block_kv), 1)
-        heads = max(_heads_in_l2(problem, device), min(-(-2 * device.sm_count // tiles), 8))
+        heads = max(_heads_in_l2(problem), min(-(-2 * device.sm_count // tiles), 8))
         return dataclasses.replace(config, heads_per_l2_group=min(heads, 16))
     if not config.ordered_dq:
         return config
@@ -398,7 +393,7 @@ def _scheduled(problem: Attention, device: Device, config: BackwardConfig) -> Ba
     Ordered tiles are not given to persistent CTAs, which would need the whole device to themselves: a tile could wait
     for one whose CTA cannot start.
     """
-    figures, tiles = thresholds(device), -(-problem.key_length // config.block_kv)
+    figures, tiles = THRESHOLDS, -(-problem.key_length // config.block_kv)
     if not config.ordered_dq and not mask.is_uneven(problem):
         config = dataclasses.replace(config, scheduler="static")
     if problem.bias is not None:
@@ -418,28 +413,41 @@ def _scheduled(problem: Attention, device: Device, config: BackwardConfig) -> Ba
     # All CTAs of one head read the same tiles at once.
     if problem.widest <= 64:
         return dataclasses.replace(config, staggered=True)
-    return dataclasses.replace(config, heads_per_l2_group=min(2, max(_heads_in_l2(problem, device), 1)))
+    return dataclasses.replace(config, heads_per_l2_group=min(2, max(_heads_in_l2(problem), 1)))
 
 
-def _heads_in_l2(problem: Attention, device: Device) -> int:
+def _heads_in_l2(problem: Attention) -> int:
     """Counts the heads of which L2 holds queries, cotangents and sums of dQ, all of a group's."""
     row_bytes = (problem.head_dim + problem.value_dim) * problem.dtype.itemsize + problem.head_dim * 4
-    return thresholds(device).cached_mib * MIB // max(mask.queries_of_tile(problem) * row_bytes, 1)
+    return THRESHOLDS.cached_mib * MIB // max(mask.queries_of_tile(problem) * row_bytes, 1)
 
 
 def _with_bias_stages[Config: (BackwardConfig, BackwardWideConfig)](
     problem: Attention, device: Device, configs: list[Config], shared_bytes: Callable[[Attention, Any], int]
 ) -> Config:
-    """The first config that fits in shared memory, with as many stages of the bias as do, if TMA can copy it."""
+    """Returns the first config that fits in shared memory, with as many bias stages as fit if TMA can copy the bias."""
     stages = (2, 1, 0) if problem.bias_is_tiled else (0,)
-    found = (dataclasses.replace(c, bias_stages=n) for n in stages for c in configs)
+    candidates = (dataclasses.replace(c, bias_stages=n) for n in stages for c in configs)
     # Mosaic's kernels declare a byte beside what they are given at the launch.
-    return next(c for c in found if shared_bytes(problem, c) < device.smem_per_cta)
+    return next(c for c in candidates if shared_bytes(problem, c) < device.smem_per_cta)
 
 
-def _kernel(name: str, module: Any, configs: Callable[[Attention, Device], tuple[Any, ...]]) -> Kernel:
+def _visits_hidden(problem: Attention, device: Device) -> bool:
+    """Says whether a mask has so few blocks that to find those that it hides takes longer than to visit them."""
+    if problem.mask is None or problem.batch_invariant:
+        return False
+    blocks = -(-problem.query_length // 64) * -(-problem.key_length // 64)
+    few = THRESHOLDS.hidden_blocks * device.sm_count
+    return problem.batch * problem.query_heads * blocks <= few
+
+
+def _kernel(name: str, module: ModuleType, configs: Callable[[Attention, Device], tuple[Any, ...]]) -> Kernel:
+    def choose(problem: Attention, device: Device) -> tuple[Any, ...]:
+        visits_hidden = _visits_hidden(problem, device)
+        return tuple(dataclasses.replace(c, visits_hidden=visits_hidden) for c in configs(problem, device))
+
     # `run` is looked up when it is called, for tests that put faulty code in a module.
-    return Kernel(name, module.unsupported, configs, lambda *arguments: module.run(*arguments))
+    return Kernel(name, module.unsupported, choose, lambda *arguments: module.run(*arguments))
 
 
 def _cudnn(name: str, run: Callable[..., Any]) -> Kernel:
@@ -493,7 +501,9 @@ def xla_tile(heads: int, queries: int, keys: int, device: Device, memory: int | 
     return rows, min(keys, max(pairs // rows, LEAST_TILE))
 
 
-def decide(problem: Attention, device: Device, *, config: Any = None, named: bool = False) -> Decision:
+def decide(
+    problem: Attention, device: Device, *, config: ForwardConfig | AnyBackwardConfig | None = None, named: bool = False
+) -> Decision:
     """Picks the first kernel for `problem` on `device` that accepts; `config` overrides the choice of the heuristic.
 
     If kernels are `named`, the user asked for one, even where XLA is faster.
@@ -508,7 +518,7 @@ def decide(problem: Attention, device: Device, *, config: Any = None, named: boo
     xla = None if insists else _xla_is_faster(problem, device)
     refused: list[tuple[str, Any]] = [(name, why or xla) for name, why in refusals(kernels, problem, device).items()]
     invariant = problem.batch_invariant and problem.op is Op.FORWARD
-    found = decision(
+    decided = decision(
         problem,
         device,
         next((kernels[name] for name, why in refused if why is None), None),
@@ -517,9 +527,9 @@ def decide(problem: Attention, device: Device, *, config: Any = None, named: boo
         reason="it takes the problem",
         invariant="chosen by the heads' sizes and the kind of call alone" if invariant else None,
     )
-    if not isinstance(found.config, ForwardConfig) or found.config.splits == 1:
-        return found
-    splits, ctas = found.config.splits, device.sm_count * found.config.ctas_per_sm
-    tiles = _tiles(problem, dataclasses.replace(found.config, splits=1))
+    if not isinstance(decided.config, ForwardConfig) or decided.config.splits == 1:
+        return decided
+    splits, ctas = decided.config.splits, device.sm_count * decided.config.ctas_per_sm
+    tiles = _tiles(problem, dataclasses.replace(decided.config, splits=1))
     why = f"the keys go in {splits} splits, because the queries are {tiles} tiles and {ctas} CTAs run"
-    return dataclasses.replace(found, reason=f"{found.reason}; {why}")
+    return dataclasses.replace(decided, reason=f"{decided.reason}; {why}")

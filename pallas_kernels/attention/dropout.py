@@ -46,13 +46,13 @@ def passes(decide: Decide, problem: Attention, device: Device) -> Passes:
 
 
 def unsupported(decide: Decide, problem: Attention, device: Device) -> str | None:
-    """Why the kernels do not take the problem."""
+    """Says why the kernels do not take the problem."""
     declined = (decision.declined for decision in passes(decide, problem, device) if decision.chosen is None)
     return next(("; ".join(f"{name}: {why}" for name, why in reasons) for reasons in declined), None)
 
 
 def forward(problem: Attention, config: Passes, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The output, which is not divided by the share of weights that stay, and the logsumexp of all logits."""
+    """Returns the output, not divided by the share of weights that stay, and the logsumexp of all logits."""
     arrays = dict(zip(operand_names(problem), operands, strict=True))
     _, lse = config.whole.run(*_operands(config.whole.problem, arrays))
     out, kept = config.kept.run(*_operands(config.kept.problem, _with_mask(arrays)))

@@ -12,13 +12,13 @@ from pallas_kernels.mosaic.ptx import ROW, WGMMA
 from pallas_kernels.mosaic.wgmma import lane_and_warp
 
 
-def store_rows(target: jax.Ref, values: jax.Array, place: TileCoord, *, queries_first: bool = False) -> None:
+def store_rows(target: jax.Ref, values: jax.Array, coord: TileCoord, *, queries_first: bool = False) -> None:
     """Stores a warpgroup's 64 numbers, one a row, into `[batch, heads, queries]`, as far as that goes.
 
     `queries_first`: into `[batch, queries, heads]`.
     """
     _, *extents = target.shape
-    queries, packed = extents[0 if queries_first else 1], place.heads
+    queries, packed = extents[0 if queries_first else 1], coord.heads
 
     def store_row_values(ctx, target, values, *coord):
         lane, warp = lane_and_warp(once=True)
@@ -37,16 +37,16 @@ def store_rows(target: jax.Ref, values: jax.Array, place: TileCoord, *, queries_
         store_row_values,
         target,
         (values, ROW),
-        place.batch,
-        place.head,
-        place.row,
+        coord.batch,
+        coord.head,
+        coord.row,
         static={"packed": packed, "queries": queries, "queries_first": queries_first},
     )
 
 
-def store_sums(target: jax.Ref, sums: jax.Array, place: TileCoord, column: int) -> None:
+def store_sums(target: jax.Ref, sums: jax.Array, coord: TileCoord, column: int) -> None:
     """Stores a warpgroup's rows of float32 into `[batch, queries, heads, columns]`, as far as the queries go."""
-    (_, queries, heads, columns), packed = target.shape, place.heads
+    (_, queries, heads, columns), packed = target.shape, coord.heads
 
     def store_row_sums(ctx, target, sums, *coord):
         lane, warp = lane_and_warp(once=True)
@@ -68,9 +68,9 @@ def store_sums(target: jax.Ref, sums: jax.Array, place: TileCoord, column: int) 
         store_row_sums,
         target,
         (sums, WGMMA),
-        place.batch,
-        place.head,
-        place.row,
+        coord.batch,
+        coord.head,
+        coord.row,
         static={"column": column, "packed": packed},
     )
 
@@ -78,7 +78,7 @@ def store_sums(target: jax.Ref, sums: jax.Array, place: TileCoord, column: int) 
 def _row_coord(
     lane: ir.Value, warp: ir.Value, r: int, coord: tuple[Any, ...], packed: int, queries: int
 ) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-    """Batch, head and query of a thread's row `r`, of two, in a tile of `packed` heads, and whether there is one."""
+    """Returns batch, head and query of a thread's row `r`, 0 or 1, in a tile of `packed` heads; whether it exists."""
     batch, head, row = map(ptx.scalar, coord)
     line = ptx.add(ptx.mul(warp, 16), ptx.div(lane, 4))
     line = ptx.add(line, 8 * r)

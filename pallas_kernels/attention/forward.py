@@ -10,7 +10,6 @@ Sources: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,17 +28,17 @@ from pallas_kernels.attention.online_softmax import State, TileCoord, by_row, fi
 from pallas_kernels.attention.problem import Attention, ForwardConfig, operand_names, unsupported_reason
 from pallas_kernels.hardware import WARPGROUP_ROWS, Device
 from pallas_kernels.mosaic import pipeline, ptx, reduce, votes, wgmma
-from pallas_kernels.mosaic.ptx import WGMMA
+from pallas_kernels.mosaic.pipeline import Scratch, Stages
+from pallas_kernels.mosaic.ptx import WGMMA, Index, Place, Ref
 from pallas_kernels.mosaic.wgmma import PANEL, panels, tiled
 
 Cta = SimpleNamespace  # `problem`, `config`, and the references of operands, results and scratch by their names
 
-ALIGNMENT = 1024  # of arrays in tiles; others need less
 _PAGED_QUERIES = 1024  # of more, gathering the pages first costs little beside the products
 
 
 def unsupported(problem: Attention, device: Device) -> str | None:
-    """Why the kernel does not take the problem."""
+    """Says why the kernel does not take the problem."""
     size = problem.page_size
     if size % 8 or size & (size - 1):
         return f"the kernel takes pages of 8, 16, 32 ... positions; they have {size}"
@@ -48,83 +47,81 @@ def unsupported(problem: Attention, device: Device) -> str | None:
     return unsupported_reason(problem, widest=256)
 
 
-def scratch(problem: Attention, config: ForwardConfig) -> dict[str, Any]:
+def scratch(problem: Attention, config: ForwardConfig) -> Scratch:
     """Lays out a CTA's shared memory by name; the output leaves through as many columns as there is room for."""
     w, stages, dtype = config.warpgroups, config.stages, problem.dtype
-    found: dict[str, Any] = {
+    memory: Scratch = {
         "query_smem": panels((w, WARPGROUP_ROWS, problem.head_dim), dtype),
         "key_smem": panels((stages, config.block_kv, problem.head_dim), dtype),
         "value_smem": panels((stages, config.block_kv, problem.value_dim), dtype),
-        "words": pipeline.barriers(_ring_rows(problem, config) + len(sum(_arrivals(problem, config).values(), ()))),
+        "barrier_smem": pipeline.barriers(
+            _ring_rows(problem, config) + len(pipeline.arrivals(_stages(problem, config)))
+        ),
     }
     if config.bias_stages:
         assert problem.bias_dtype is not None
-        found["bias_smem"] = tiled((config.bias_stages, config.block_q, config.block_kv), problem.bias_dtype)
+        memory["bias_smem"] = tiled((config.bias_stages, config.block_q, config.block_kv), problem.bias_dtype)
     # Mosaic's kernels declare one byte more than their scratch.
-    room = hardware.H200.smem_per_cta - 1 - _bytes(found)
+    room = hardware.H200.smem_per_cta - 1 - pipeline.scratch_bytes(memory)
     columns = min(problem.value_dim, room // (w * WARPGROUP_ROWS * dtype.itemsize) // PANEL * PANEL)
-    return found | {"out_smem": panels((w, WARPGROUP_ROWS, max(columns, 1)), dtype)}
+    return memory | {"out_smem": panels((w, WARPGROUP_ROWS, max(columns, 1)), dtype)}
 
 
 def shared_bytes(problem: Attention, config: ForwardConfig) -> int:
     """Counts the bytes of shared memory."""
-    return _bytes(scratch(problem, config))
+    return pipeline.scratch_bytes(scratch(problem, config))
 
 
-def _bytes(arrays: dict[str, Any]) -> int:
-    return sum(-(-math.prod(x.shape) * x.dtype.itemsize // ALIGNMENT) * ALIGNMENT for x in arrays.values())
+def _stages(problem: Attention, config: ForwardConfig) -> dict[str, Stages]:
+    """Returns the table of stages: of each warpgroup's queries, of keys and values, and of the bias.
 
-
-def _arrivals(problem: Attention, config: ForwardConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the CTA's barriers by name, with the number of arrivals that completes a phase."""
-    w, stages, bias = config.warpgroups, config.stages, config.bias_stages
+    Values of which only the first exist are copied to a `partial` stage first.
+    """
+    w = config.warpgroups
     return {
-        "query_full": (1,) * w,
-        "query_empty": (ptx.WARPS,) * w,
-        "stage_full": (1,) * stages,
-        "stage_empty": (ptx.WARPS * w,) * stages,
-        "bias_full": (1,) * bias,
-        "bias_empty": (ptx.WARPS * w,) * bias,
-        "partial_full": (1,) * stages * problem.key_lengths,
+        "query_stages": Stages(w, readers=ptx.WARPS),
+        "kv_stages": Stages(config.stages, readers=ptx.WARPS * w),
+        "bias_stages": Stages(config.bias_stages, readers=ptx.WARPS * w),
+        "partial_values": Stages(config.stages * problem.key_lengths),
     }
 
 
 def _ring_rows(problem: Attention, config: ForwardConfig) -> int:
-    """Rows that the ring of tile records takes."""
+    """Counts the rows that the ring of tile records takes."""
     return tile_scheduler.rows(10 if _records_lengths(problem, config) else 8)
 
 
 def _records_lengths(problem: Attention, config: ForwardConfig) -> bool:
-    """Whether tiles' records say how many queries and keys there are."""
+    """Says whether tiles' records say how many queries and keys there are."""
     return problem.query_lengths or problem.key_lengths or config.splits > 1
 
 
 class _Tile(NamedTuple):
     """A tile of queries: the CTA's tile number `t`, its first step `n`, what it is, and which tiles of keys it sees."""
 
-    t: Any
-    n: Any
-    batch: Any
-    head: Any
-    key_head: Any
-    index: Any  # of the head's tiles and their splits
+    t: Index
+    n: Index
+    batch: Index
+    head: Index
+    key_head: Index
+    index: Index  # of the head's tiles and their splits
     span: TileRange
-    queries: Any  # of the sequence
-    keys: Any
+    queries: Index  # of the sequence
+    keys: Index
 
     @property
-    def steps(self) -> Any:
+    def steps(self) -> Index:
         return lax.sub(self.span.end, self.span.first)
 
 
 class _Step(NamedTuple):
     """A tile of keys."""
 
-    batch: Any
-    key_head: Any
-    key: Any  # its first
-    keys: Any  # of the sequence
-    exists: Any  # 1 or 0
+    batch: Index
+    key_head: Index
+    key: Index  # its first
+    keys: Index  # of the sequence
+    exists: Index  # 1 or 0
 
 
 def _start(cta: Cta) -> None:
@@ -133,15 +130,15 @@ def _start(cta: Cta) -> None:
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _():
-        pipeline.start(cta.barriers, sum(_arrivals(problem, config).values(), ()))
+        pipeline.start(cta.barriers, pipeline.arrivals(_stages(problem, config)))
         # The first copies start before the other tiles' records are published.
         _publish(cta, 0, _index(cta, 0, me))
 
         @pl.when(pipeline.is_first_warp() != 0)
         def _():
             for w in range(config.warpgroups):
-                _copy_query(cta, _read(cta, 0), w)
-            _copy_first_stage(cta, _read(cta, 0))
+                _fill_query(cta, _read(cta, 0), w)
+            _fill_first(cta, _read(cta, 0))
 
         for t in range(1, tile_scheduler.LOOKAHEAD):
             _publish(cta, t, _index(cta, t, me + t * cta.ctas))
@@ -149,14 +146,14 @@ def _start(cta: Cta) -> None:
         @pl.when(pipeline.is_first_warp() != 0)
         def _():
             for i in range(1, config.stages):
-                cta.copy_stage(_read(cta, 0), np.int32(i))
+                cta.fill(_read(cta, 0), np.int32(i))
             for i in range(config.bias_stages):
-                _copy_bias(cta, _read(cta, 0), i)
+                _fill_bias(cta, _read(cta, 0), i)
 
     reduce.sync_block(config.warpgroups)
 
 
-def _index(cta: Cta, t: Any, tile_number: Any) -> jax.Array:
+def _index(cta: Cta, t: Index, tile_number: Index) -> jax.Array:
     """Finds the index of the CTA's tile `t` in its row of the table, or, with a dynamic scheduler, by `tile_number`."""
     if cta.config.scheduler == "static":
         me, last = lax.axis_index("cta"), cta.tiles.shape[1] - 2
@@ -164,8 +161,8 @@ def _index(cta: Cta, t: Any, tile_number: Any) -> jax.Array:
     return cta.tiles[lax.min(tile_number, cta.tiles.shape[0] - 1)]
 
 
-def _draw(cta: Cta) -> jax.Array:
-    """Warpgroup 0 fetches the number of one more tile from the counter; nothing waits for it yet."""
+def _fetch_tile_number(cta: Cta) -> jax.Array:
+    """Fetches the number of one more tile from the counter, in warpgroup 0; nothing waits for it yet."""
     if cta.config.scheduler == "static":
         return jnp.int32(0)
     return lax.cond(
@@ -173,7 +170,7 @@ def _draw(cta: Cta) -> jax.Array:
     )
 
 
-def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
+def _publish(cta: Cta, t: Index, tile: jax.Array) -> None:
     """Publishes the record of the CTA's tile `t` to its warpgroups: where its queries are, and what they see."""
     problem, config = cta.problem, cta.config
     exists, tile = (tile != tile_scheduler.NO_TILE).astype(jnp.int32), lax.max(tile, 0)
@@ -204,18 +201,18 @@ def _publish(cta: Cta, t: Any, tile: jax.Array) -> None:
     tile_scheduler.publish(cta.tile_smem, t, record)
 
 
-def _read(cta: Cta, t: Any) -> _Tile:
+def _read(cta: Cta, t: Index) -> _Tile:
     """Returns the record of the CTA's tile `t`, as if it began at step 0; a tile that does not exist has no steps."""
     return _tile(cta, tile_scheduler.read(cta.tile_smem, t, uniform=False), t, 0)
 
 
-def _read_steps(cta: Cta, t: Any) -> jax.Array:
-    """How many steps the CTA's tile `t` has."""
+def _read_steps(cta: Cta, t: Index) -> jax.Array:
+    """Says how many steps the CTA's tile `t` has."""
     _, _, first, end = tile_scheduler.read(cta.tile_smem, t, uniform=False, fields=4)
     return lax.sub(end, first)
 
 
-def _tile(cta: Cta, record: tuple[Any, ...], t: Any, n: Any) -> _Tile:
+def _tile(cta: Cta, record: tuple[jax.Array, ...], t: Index, n: Index) -> _Tile:
     """Returns the tile that a record describes."""
     batch, key_head, first, end, head, index, inner_first, inner_end, *lengths = record
     queries, keys = cta.problem.query_length, cta.problem.key_length
@@ -227,24 +224,24 @@ def _tile(cta: Cta, record: tuple[Any, ...], t: Any, n: Any) -> _Tile:
     return _Tile(ptx.int32(t), ptx.int32(n), batch, head, key_head, index, span, queries, keys)
 
 
-def _place(cta: Cta, tile: _Tile) -> TileCoord:
-    """Where the tile's rows are."""
+def _tile_coord(cta: Cta, tile: _Tile) -> TileCoord:
+    """Returns the coordinates of the tile's rows."""
     index = tile.index if cta.config.splits == 1 else lax.div(tile.index, cta.config.splits)
     row = lax.mul(index, cta.config.queries)
     return TileCoord(tile.batch, tile.head, row, tile.queries, tile.keys, cta.config.packed_heads)
 
 
-def _step_of(cta: Cta, tile: _Tile, i: Any) -> _Step:
+def _step_of(cta: Cta, tile: _Tile, i: Index) -> _Step:
     """Returns the tile's step `i`."""
     return _Step(tile.batch, tile.key_head, _key_of(cta, tile, i), tile.keys, 1)
 
 
-def _key_of(cta: Cta, tile: _Tile, i: Any) -> jax.Array:
+def _key_of(cta: Cta, tile: _Tile, i: Index) -> jax.Array:
     """Returns the first key of the tile's step `i`."""
     return lax.mul(lax.sub(lax.sub(tile.span.end, 1), i), cta.config.block_kv)
 
 
-def _step_before(cta: Cta, tile: _Tile, i: Any, before: _Tile) -> _Step:
+def _step_before(cta: Cta, tile: _Tile, i: Index, before: _Tile) -> _Step:
     """Returns the step before the tile's step `i`; before its first step, the last one of the tile `before`."""
     last_key = lax.mul(before.span.first, cta.config.block_kv)
     last = _Step(before.batch, before.key_head, last_key, before.keys, 1)
@@ -252,56 +249,56 @@ def _step_before(cta: Cta, tile: _Tile, i: Any, before: _Tile) -> _Step:
     return _Step(*(x if x is y else lax.select(is_within, x, y) for x, y in zip(*steps, strict=True)))
 
 
-def _copy_query(cta: Cta, tile: _Tile, warpgroup: Any) -> None:
+def _fill_query(cta: Cta, tile: _Tile, warpgroup: Index) -> None:
     """The calling warp issues the copy of a warpgroup's rows of the tile of queries, if there is one."""
 
     @pipeline.when(tile.steps > 0)
     def _():
-        copy = cta.query, _rows_of(_own(_place(cta, tile), warpgroup)), cta.query_smem.at[warpgroup]
-        pipeline.issue(cta.query_full.at[warpgroup], copy)
+        copy = cta.query, _rows_of(_own(_tile_coord(cta, tile), warpgroup)), cta.query_smem.at[warpgroup]
+        cta.query_stages.issue(warpgroup, copy)
 
 
-def _own(place: TileCoord, warpgroup: Any) -> TileCoord:
+def _own(coord: TileCoord, warpgroup: Index) -> TileCoord:
     """Returns the place of a warpgroup's rows of a tile."""
-    return place._replace(row=place.row + warpgroup * (WARPGROUP_ROWS // place.heads))
+    return coord._replace(row=coord.row + warpgroup * (WARPGROUP_ROWS // coord.heads))
 
 
-def _rows_of(place: TileCoord) -> tuple[Any, ...]:
-    """Where a warpgroup's rows are in the queries and in the output."""
-    heads = place.head if place.heads == 1 else pl.ds(place.head * place.heads, place.heads)
-    return place.batch, pl.ds(place.row, WARPGROUP_ROWS // place.heads), heads
+def _rows_of(coord: TileCoord) -> tuple[Place, ...]:
+    """Returns the index of a warpgroup's rows in the queries and in the output."""
+    heads = coord.head if coord.heads == 1 else pl.ds(coord.head * coord.heads, coord.heads)
+    return coord.batch, pl.ds(coord.row, WARPGROUP_ROWS // coord.heads), heads
 
 
-def _copy_first_stage(cta: Cta, tile: _Tile) -> None:
+def _fill_first(cta: Cta, tile: _Tile) -> None:
     """The calling warp issues the copy of the CTA's first keys, if it has a tile of queries."""
     step, to = _step_of(cta, tile, 0), cta.key_smem.at[0]
 
     @pipeline.when(tile.steps > 0)
     def _():
         if cta.problem.key_lengths:
-            pipeline.expect(cta.partial_full.at[0], 0)
-        _issue(cta, cta.stage_full.at[0], (cta.key, step, to))
+            cta.partial_values.expect(0, 0)
+        _issue(cta, cta.kv_stages, 0, (cta.key, step, to))
 
 
-def _copy_stage(cta: Cta, tile: _Tile, i: Any) -> None:
+def _fill(cta: Cta, tile: _Tile, i: Index) -> None:
     """The calling warp issues the copies of the keys of the tile's step `i` and the values of the step before."""
-    stage = pipeline.stage(tile.n + i, cta.config.stages)
-    full, to = cta.stage_full.at[stage], (cta.key_smem.at[stage], cta.value_smem.at[stage])
+    stage = cta.kv_stages.stage(tile.n + i)
+    to = cta.key_smem.at[stage], cta.value_smem.at[stage]
     key_bytes, value_bytes = (pipeline.size(ref) for ref in to)
 
     def copy(key: _Step, value: _Step) -> None:
         keys, values = (cta.key, key, to[0]), (cta.value, value, to[1])
         count, whole = key_bytes * key.exists + value_bytes * value.exists, value.exists
         if isinstance(count, int) and not cta.problem.key_lengths:
-            return _issue(cta, full, keys, values)
+            return _issue(cta, cta.kv_stages, stage, keys, values)
         if cta.problem.key_lengths:
             whole = value.exists * (value.keys - value.key >= cta.config.block_kv).astype(jnp.int32)
-            pipeline.when(whole < value.exists)(lambda: _copy_some_values(cta, value, tile.n + i))
-            pipeline.when(whole == value.exists)(lambda: pipeline.expect(cta.partial_full.at[stage], 0))
+            pipeline.when(whole < value.exists)(lambda: _fill_partial_values(cta, value, tile.n + i))
+            pipeline.when(whole == value.exists)(lambda: cta.partial_values.expect(stage, 0))
             count -= value_bytes * (value.exists - whole)
-        pipeline.expect(full, count)
-        _when(key.exists, lambda: _issue(cta, full, keys, announced=True))
-        _when(whole, lambda: _issue(cta, full, values, announced=True))
+        cta.kv_stages.expect(stage, count)
+        _when(key.exists, lambda: _issue(cta, cta.kv_stages, stage, keys, announced=True))
+        _when(whole, lambda: _issue(cta, cta.kv_stages, stage, values, announced=True))
 
     def copy_later() -> None:
         following, j = _read(cta, tile.t + 1), i - tile.steps
@@ -312,11 +309,11 @@ def _copy_stage(cta: Cta, tile: _Tile, i: Any) -> None:
             copy(key, value._replace(exists=1))
 
         def copy_any() -> None:
-            found, j = _tile_with_step(cta, tile, i)
-            exists = j < found.steps
-            key = _step_of(cta, found, j)._replace(exists=exists.astype(jnp.int32))
-            # The values of a CTA's last step come without keys.
-            value = _step_before(cta, found, j, _read(cta, found.t - 1))
+            later, j = _tile_with_step(cta, tile, i)
+            exists = j < later.steps
+            key = _step_of(cta, later, j)._replace(exists=exists.astype(jnp.int32))
+            # After the CTA's last tile, a stage has the last values and no keys.
+            value = _step_before(cta, later, j, _read(cta, later.t - 1))
             value = value._replace(exists=(exists | (j == 0)).astype(jnp.int32))
             pipeline.when(value.exists)(lambda: copy(key, value))
 
@@ -329,48 +326,50 @@ def _copy_stage(cta: Cta, tile: _Tile, i: Any) -> None:
     pipeline.when(~within)(copy_later)
 
 
-def _tile_with_step(cta: Cta, tile: _Tile, i: Any) -> tuple[_Tile, Any]:
-    """The later tile that has the step `i` after the first one of `tile`, and the step's number there."""
+def _tile_with_step(cta: Cta, tile: _Tile, i: Index) -> tuple[_Tile, Any]:
+    """Finds the later tile that has step `i`, counted from the first step of `tile`, and the step's number there."""
 
-    def is_behind(state: tuple[Any, Any]) -> jax.Array:
+    def is_behind(state: tuple[Index, Index]) -> jax.Array:
         steps = _read_steps(cta, state[0])
         return (steps > 0) & (state[1] >= steps)
 
-    def to_next(state: tuple[Any, Any]) -> tuple[Any, Any]:
+    def to_next(state: tuple[Index, Index]) -> tuple[Index, Index]:
         return state[0] + 1, state[1] - _read_steps(cta, state[0])
 
     t, j = lax.while_loop(is_behind, to_next, (tile.t + 1, i - tile.steps))
     return _read(cta, t), j
 
 
-def _when(exists: Any, copy: Callable[[], None]) -> None:
+def _when(exists: Index, copy: Callable[[], None]) -> None:
     copy() if isinstance(exists, int) else pipeline.when(exists)(copy)
 
 
-def _copy_some_values(cta: Cta, step: _Step, n: Any) -> None:
+def _fill_partial_values(cta: Cta, step: _Step, n: Index) -> None:
     """The calling warp copies values of which only the first exist, and zeroes the others, which may be NaN."""
-    stage = pipeline.stage(n, cta.config.stages)
-    to, partial_full = cta.value_smem.at[stage], cta.partial_full.at[stage]
-    _issue(cta, partial_full, (cta.value, step, to))
-    pipeline.wait(cta.partial_full, n, cta.config.stages)
+    stage = cta.partial_values.stage(n)
+    to = cta.value_smem.at[stage]
+    _issue(cta, cta.partial_values, stage, (cta.value, step, to))
+    cta.partial_values.wait(n)
     pipeline.zero_rows(to, step.keys - step.key)
 
 
-def _issue(cta: Cta, full: jax.Ref, *copies: tuple[jax.Ref, _Step, Any], announced: bool = False) -> None:
+def _issue(
+    cta: Cta, stages: Stages, stage: Index, *copies: tuple[jax.Ref, _Step, Ref], announced: bool = False
+) -> None:
     """The calling warp announces the bytes of steps' keys or values, unless it has done so, and issues their copies."""
     problem = cta.problem
     if not problem.page_size or problem.page_size >= cta.config.block_kv:
         parts = ((source, _key_place(cta, step), to) for source, step, to in copies)
-        return pipeline.issue(full, *parts, announced=announced)
+        return stages.issue(stage, *parts, announced=announced)
     if not announced:
-        pipeline.expect(full, sum(pipeline.size(to) for *_, to in copies))
+        stages.expect(stage, sum(pipeline.size(to) for *_, to in copies))
     for source, step, to in copies:
         at = step.batch, step.key, step.key_head
-        pipeline.copy_pages(source, cta.block_tables, at, to, full, pages_first=problem.pages_first)
+        pipeline.copy_pages(source, cta.block_tables, at, to, stages.full.at[stage], pages_first=problem.pages_first)
 
 
-def _key_place(cta: Cta, step: _Step) -> tuple[Any, ...]:
-    """Where a step's keys are: in their sequence, or in a page."""
+def _key_place(cta: Cta, step: _Step) -> tuple[Place, ...]:
+    """Returns the index of a step's keys: in their sequence, or in a page."""
     problem, rows = cta.problem, cta.config.block_kv
     if not problem.page_size:
         return step.batch, pl.ds(step.key, rows), step.key_head
@@ -380,48 +379,41 @@ def _key_place(cta: Cta, step: _Step) -> tuple[Any, ...]:
     return (page, at, step.key_head) if problem.pages_first else (step.key_head, page, at)
 
 
-def _copy_bias(cta: Cta, tile: _Tile, i: Any) -> None:
+def _fill_bias(cta: Cta, tile: _Tile, i: Index) -> None:
     """The calling warp issues the copy of the bias of the tile's step `i`."""
     problem, config, i = cta.problem, cta.config, jnp.int32(i)
-    slot = pipeline.stage(tile.n + i, config.bias_stages)
-    to, full = cta.bias_smem.at[slot], cta.bias_full.at[slot]
+    stage = cta.bias_stages.stage(tile.n + i)
+    to = cta.bias_smem.at[stage]
 
-    def copy(tile: _Tile, i: Any) -> None:
+    def copy(tile: _Tile, i: Index) -> None:
         batch, head = gather.broadcast_index((tile.batch, tile.head), problem.bias)
-        rows, keys = pl.ds(_place(cta, tile).row, config.block_q), pl.ds(_key_of(cta, tile, i), config.block_kv)
-        pipeline.issue(full, (cta.bias, (batch, head, rows, keys), to))
+        rows, keys = pl.ds(_tile_coord(cta, tile).row, config.block_q), pl.ds(_key_of(cta, tile, i), config.block_kv)
+        cta.bias_stages.issue(stage, (cta.bias, (batch, head, rows, keys), to))
 
     def copy_later() -> None:
-        found, j = _tile_with_step(cta, tile, i)
-        pipeline.when(j < found.steps)(lambda: copy(found, j))
+        later, j = _tile_with_step(cta, tile, i)
+        pipeline.when(j < later.steps)(lambda: copy(later, j))
 
     within = i < tile.steps
     pipeline.when(within)(lambda: copy(tile, i))
     pipeline.when(~within)(copy_later)
 
 
-def _release_stage(cta: Cta, tile: _Tile, i: jax.Array) -> None:
+def _release_stage(cta: Cta, tile: _Tile, i: Index) -> None:
     """Releases the stage of the tile's step `i`: its keys, and the values of the step before."""
-    stages = cta.config.stages
-    last = pipeline.release(cta.stage_empty.at[pipeline.stage(tile.n + i, stages)])
-    pl.when(last != 0)(lambda: cta.copy_stage(tile, i + stages))
+    stages = cta.kv_stages
+    stages.release(stages.stage(tile.n + i), lambda: cta.fill(tile, i + stages.count))
 
 
 def _read_bias(cta: Cta, tile: _Tile, i: jax.Array) -> jax.Array:
     """Loads the bias of a warpgroup's scores, and releases its stage."""
-    slot = pipeline.stage(tile.n + i, cta.config.bias_stages)
+    stage = cta.bias_stages.stage(tile.n + i)
     rows = pl.ds(lax.axis_index("warpgroup") * WARPGROUP_ROWS, WARPGROUP_ROWS)
-    pipeline.wait(cta.bias_full, tile.n + i, cta.config.bias_stages)
-    bias = plgpu.load(cta.bias_smem.at[slot, rows], layout=WGMMA, optimized=False)
+    cta.bias_stages.wait(tile.n + i)
+    bias = plgpu.load(cta.bias_smem.at[stage, rows], layout=WGMMA, optimized=False)
     plgpu.commit_smem()  # TMA writes where threads have read
-    _release_bias(cta, tile, i)
+    cta.bias_stages.release(stage, lambda: _fill_bias(cta, tile, i + cta.bias_stages.count))
     return bias
-
-
-def _release_bias(cta: Cta, tile: _Tile, i: jax.Array) -> None:
-    stages = cta.config.bias_stages
-    last = pipeline.release(cta.bias_empty.at[pipeline.stage(tile.n + i, stages)])
-    pl.when(last != 0)(lambda: _copy_bias(cta, tile, i + stages))
 
 
 def _tiles(cta: Cta) -> None:
@@ -432,31 +424,31 @@ def _tiles(cta: Cta) -> None:
         t, n, index, *record = state
         tile = _tile(cta, tuple(record), t, n)
         split = lax.rem(tile.index, cta.config.splits)
-        place, queries = _own(_place(cta, tile), warpgroup), WARPGROUP_ROWS // cta.config.packed_heads
-        own = mask.kv_range(cta.problem, cta.config.block_kv, place.row, queries, place.queries, place.keys)
+        coord, queries = _own(_tile_coord(cta, tile), warpgroup), WARPGROUP_ROWS // cta.config.packed_heads
+        own = mask.kv_range(cta.problem, cta.config.block_kv, coord.row, queries, coord.queries, coord.keys)
         narrows = cta.problem.has_data_mask or cta.config.splits > 1
         own = (mask.intersect if narrows else mask.clamp)(tile.span, own)
         start, stop = tile.span.end - own.end, tile.span.end - own.first
         _skip(cta, tile, 0, start)
-        tile_number = _draw(cta)
+        tile_number = _fetch_tile_number(cta)
         lacks_page = _lacks_page(cta, tile) if cta.problem.page_size else None
-        state, following = _mainloop(cta, tile, place, own, index)
+        state, following = _mainloop(cta, tile, coord, own, index)
         _skip(cta, tile, stop, tile.steps)
         if lacks_page is not None:
             lost = lax.select(lacks_page, np.float32(np.nan), np.float32(0))
             state = state._replace(max=state.max + lost, sum=state.sum + lost)
-        _epilogue(cta, place, split, state)
-        # The load overlaps with the next tile's start, which needs it in its first step.
+        _epilogue(cta, coord, split, state)
+        # The next tile publishes this index in its first step; the load overlaps with that tile's start.
         index = _index(cta, t + 1 + tile_scheduler.LOOKAHEAD, tile_number)
         return t + 1, n + tile.steps, index, *following
 
-    index = _index(cta, tile_scheduler.LOOKAHEAD, _draw(cta))
+    index = _index(cta, tile_scheduler.LOOKAHEAD, _fetch_tile_number(cta))
     first = jnp.int32(0), jnp.int32(0), index, *tile_scheduler.read(cta.tile_smem, 0)
     lax.while_loop(lambda state: _tile(cta, state[3:], 0, 0).steps > 0, visit, first)
 
 
 def _lacks_page(cta: Cta, tile: _Tile) -> jax.Array:
-    """Whether a page of the tile's keys does not exist. The first keys are on their way meanwhile."""
+    """Says whether a page of the tile's keys does not exist; the copies of the first keys run meanwhile."""
     size, (first, end) = cta.problem.page_size, (i * cta.config.block_kv for i in (tile.span.first, tile.span.end))
     first = lax.div(first, size)
     # `pl.cdiv` would divide by a number of 64 bits under jax_enable_x64.
@@ -465,42 +457,36 @@ def _lacks_page(cta: Cta, tile: _Tile) -> jax.Array:
     return gather.lacks_page(cta.block_tables, tile.batch, first, end, pages)
 
 
-def _skip(cta: Cta, tile: _Tile, start: Any, stop: Any) -> None:
-    """Steps whose keys the CTA's other warpgroups see, but not this one."""
-
-    def step(i: jax.Array, _: None) -> None:
-        pipeline.wait(cta.stage_full, tile.n + i, cta.config.stages)
-        _release_stage(cta, tile, i)
-        if cta.config.bias_stages:
-            pipeline.wait(cta.bias_full, tile.n + i, cta.config.bias_stages)
-            _release_bias(cta, tile, i)
-
-    lax.fori_loop(start, stop, step, None)
+def _skip(cta: Cta, tile: _Tile, start: Index, stop: Index) -> None:
+    """Passes steps whose keys the CTA's other warpgroups see, but not this one."""
+    refill_kv = lambda i: cta.fill(tile, i + cta.kv_stages.count)
+    refill_bias = lambda i: _fill_bias(cta, tile, i + cta.bias_stages.count)
+    pipeline.drain(tile.n, start, stop, (cta.kv_stages, refill_kv), (cta.bias_stages, refill_bias))
 
 
 def _mainloop(
-    cta: Cta, tile: _Tile, place: TileCoord, span: TileRange, index: jax.Array
+    cta: Cta, tile: _Tile, coord: TileCoord, span: TileRange, index: jax.Array
 ) -> tuple[State, tuple[jax.Array, ...]]:
-    """All tiles of keys that the warpgroup's queries see, from the last to the first, folded into their state.
+    """Folds all tiles of keys that the warpgroup's queries see, from the last to the first, into the queries' state.
 
     `index`: the tile of queries whose record is to be published meanwhile.
     """
     config, problem, warpgroup = cta.config, cta.problem, lax.axis_index("warpgroup")
     skipped, count = tile.span.end - span.end, span.end - span.first
 
-    def stage(i: jax.Array) -> ptx.Index:
-        return pipeline.stage(tile.n + skipped + i, config.stages)
+    def stage(i: Index) -> Index:
+        return cta.kv_stages.stage(tile.n + skipped + i)
 
-    def wait(i: jax.Array) -> None:
-        pipeline.wait(cta.stage_full, tile.n + skipped + i, config.stages)
+    def wait(i: Index) -> None:
+        cta.kv_stages.wait(tile.n + skipped + i)
 
-    def logits(i: jax.Array, edge: Any, finished: Callable[[], jax.Array]) -> jax.Array:
+    def logits(i: jax.Array, edge: bool | jax.Array | None, finished: Callable[[], jax.Array]) -> jax.Array:
         key = (span.end - 1 - i) * config.block_kv
-        extras = online_softmax.load_extras(problem, cta, place, key, config.block_kv, copied=config.bias_stages > 0)
+        extras = online_softmax.load_extras(problem, cta, coord, key, config.block_kv, copied=config.bias_stages > 0)
         x = finished()
         if config.bias_stages:
             extras = extras._replace(bias=_read_bias(cta, tile, skipped + i))
-        return online_softmax.logits(problem, cta, place, extras, x, key, edge)
+        return online_softmax.logits(problem, cta, coord, extras, x, key, edge)
 
     def multiply_keys(i: jax.Array) -> jax.Array:
         shape = WARPGROUP_ROWS, config.block_kv
@@ -517,11 +503,10 @@ def _mainloop(
         return logits(i, True, lambda: wgmma.wait(issued, pending=0))
 
     def release_query() -> None:
-        """Releases the queries. From the tile's second step on, the next tile's record is published."""
-        last = pipeline.release(cta.query_empty.at[warpgroup])
-        pl.when(last != 0)(lambda: _copy_query(cta, _read(cta, tile.t + 1), warpgroup))
+        """Releases the queries; the next tile's record is published, as the tile's second step has begun."""
+        cta.query_stages.release(warpgroup, lambda: _fill_query(cta, _read(cta, tile.t + 1), warpgroup))
 
-    def finish_scores(issued: Any, i: jax.Array) -> jax.Array:
+    def finish_scores(issued: jax.Array, i: jax.Array) -> jax.Array:
         x = wgmma.wait(issued, pending=1)
         if config.prefetch_query:
             pipeline.when(i == count - 1)(release_query)
@@ -529,7 +514,7 @@ def _mainloop(
 
     def step(i: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
         state = carry[0]
-        # The left operand must not change registers once products are under way: ptxas would serialise them all.
+        # ptxas serialises all products if the left operand changes registers while they are under way.
         out, weights = lax.optimization_barrier((state.out, carry[1]))
         wait(i)
         issued = multiply_keys(i)
@@ -540,7 +525,7 @@ def _mainloop(
 
         def release() -> None:
             plgpu.wgmma_wait(0)
-            released.append(pipeline.arrive(cta.stage_empty.at[stage(i)]))
+            released.append(cta.kv_stages.arrive(stage(i)))
 
         halfway = (lambda: None) if config.overlap_pv else release
         new, new_weights, rescale = update(problem, config, state, x, halfway=halfway)
@@ -548,7 +533,7 @@ def _mainloop(
             wgmma.pin_wait_after(new.sum)
             release()
         summed = wgmma.wait(summing, pending=0)
-        pipeline.when(released[0])(lambda: cta.copy_stage(tile, skipped + i + config.stages))
+        pipeline.when(released[0])(lambda: cta.fill(tile, skipped + i + config.stages))
         return new._replace(out=rescale(summed)), new_weights
 
     def last(out: jax.Array, weights: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -559,29 +544,29 @@ def _mainloop(
         release_query() if not config.prefetch_query else pipeline.when(count == 1)(release_query)
         return wgmma.wait(summing, pending=0), following
 
-    pipeline.wait(cta.query_full.at[pl.ds(warpgroup, 1)], tile.t, 1)
+    cta.query_stages.alone(warpgroup).wait(tile.t)
     x = first()
     _release_stage(cta, tile, skipped)
     state, weights, _ = update(problem, config, initial(problem.value_dim), x, first=True)
-    # One loop for tiles at the edge and others: of two loops, ptxas serialises the products.
+    # All tiles share one loop: with another loop for tiles that need a mask, ptxas serialises the products.
     state, weights = lax.fori_loop(1, count, step, (state, weights))
     out, following = last(state.out, weights)
     return state._replace(out=out), following
 
 
-def _epilogue(cta: Cta, place: TileCoord, split: Any, state: State) -> None:
+def _epilogue(cta: Cta, coord: TileCoord, split: Index, state: State) -> None:
     """Divides by the sums, and writes a warpgroup's rows, as many columns at a time as there is shared memory for."""
     problem, warpgroup = cta.problem, lax.axis_index("warpgroup")
     hidden = None
     if problem.query_lengths:
-        hidden = place.queries_of_rows() >= place.queries - place.row
+        hidden = coord.queries_of_rows() >= coord.queries - coord.row
     sink = None
     if problem.sinks and cta.config.splits == 1:
-        sink = cta.sinks[place.head] if place.heads == 1 else gather.load_of_heads(cta.sinks, place.head, place.heads)
+        sink = cta.sinks[coord.head] if coord.heads == 1 else gather.load_of_heads(cta.sinks, coord.head, coord.heads)
     unseen, factor, lse = finalize(state, sink, hidden)
     # The outputs of a split follow those of the splits before, along the batch.
-    place = place._replace(batch=split * problem.batch + place.batch)
-    epilogue.store_rows(cta.lse, lse, place, queries_first=cta.config.splits > 1)
+    coord = coord._replace(batch=split * problem.batch + coord.batch)
+    epilogue.store_rows(cta.lse, lse, coord, queries_first=cta.config.splits > 1)
 
     def hide(out: jax.Array) -> jax.Array:
         return ptx.where(by_row(unseen, out), jnp.zeros_like(out), out)
@@ -591,57 +576,55 @@ def _epilogue(cta: Cta, place: TileCoord, split: Any, state: State) -> None:
         out = state.out[:, start : min(start + columns, problem.value_dim)]
         out = lax.cond(votes.warp_any(unseen), hide, lambda out: out, out * by_row(factor, out))
         if cta.config.splits > 1:
-            epilogue.store_sums(cta.out, out, place, start)
+            epilogue.store_sums(cta.out, out, coord, start)
             continue
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         wgmma.stmatrix(cta.out_smem.at[warpgroup], out.astype(problem.dtype), once=True)
         plgpu.commit_smem()
-        pipeline.store_rows(cta.out_smem.at[warpgroup], cta.out, _rows_of(place), start)
+        pipeline.store_rows(cta.out_smem.at[warpgroup], cta.out, _rows_of(coord), start)
 
 
-def _body(*refs: jax.Ref, names: tuple[str, ...], **static: Any) -> None:
-    cta = Cta(**static, **dict(zip(names, refs, strict=True)))
-    ptx.cut_by_operations(cta, "words", "query_smem", "key_smem", "value_smem", "out_smem")
+def _body(*refs: jax.Ref, names: tuple[str, ...], problem: Attention, config: ForwardConfig, ctas: int) -> None:
+    cta = Cta(problem=problem, config=config, ctas=ctas, **dict(zip(names, refs, strict=True)))
+    ptx.cut_by_operations(cta, "barrier_smem", "query_smem", "key_smem", "value_smem", "out_smem")
     first = _ring_rows(cta.problem, cta.config)
-    cta.tile_smem = cta.words.at[pl.ds(0, first)]
-    cta.barriers = cta.words.at[pl.ds(first, cta.words.shape[0] - first)]
-    for name, arrivals in _arrivals(cta.problem, cta.config).items():
-        if arrivals:
-            setattr(cta, name, cta.words.at[pl.ds(first, len(arrivals))])
-        first += len(arrivals)
-    cta.copy_stage = jax.jit(functools.partial(_copy_stage, cta))  # which traces it once
+    cta.tile_smem = cta.barrier_smem.at[pl.ds(0, first)]
+    cta.barriers = cta.barrier_smem.at[pl.ds(first, cta.barrier_smem.shape[0] - first)]
+    pipeline.bind(cta, _stages(cta.problem, cta.config), cta.barriers)
+    cta.fill = jax.jit(functools.partial(_fill, cta))  # which traces it once
     _start(cta)
     _tiles(cta)
     plgpu.wait_smem_to_gmem(0)
 
 
 def addressable(problem: Attention, config: ForwardConfig, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The operands as the kernel reads them, and what mask, segments and positions let each tile of queries see."""
+    """Makes the operands as the kernel reads them, and each tile's span of keys where data masks say what is seen."""
     arrays = dict(arrays)
-    found, keys, blocks = [], arrays["key"].shape[1], (config.queries, config.block_kv)
+    masks, keys, blocks = [], arrays["key"].shape[1], (config.queries, config.block_kv)
     if "mask" in arrays:
         columns = arrays["mask"].shape[3]
         arrays["mask"] = mask.pack_bits(arrays["mask"], 3)
-        found.append(mask.blocks_of_mask(problem, arrays["mask"], 3, columns, *blocks))
+        blocks_of = mask.every_block if config.visits_hidden else mask.bitmask_blocks
+        masks.append(blocks_of(arrays["mask"], 3, columns, *blocks))
     if "query_segments" in arrays:
-        found.append(mask.segment_blocks(arrays["query_segments"], arrays["key_segments"], *blocks))
+        masks.append(mask.segment_blocks(arrays["query_segments"], arrays["key_segments"], *blocks))
     if "query_positions" in arrays:
-        places, bounds = (arrays["query_positions"], arrays["key_positions"]), mask.position_bounds(problem)
-        found.append(mask.position_blocks(*places, *blocks, bounds))
+        positions, bounds = (arrays["query_positions"], arrays["key_positions"]), mask.position_bounds(problem)
+        masks.append(mask.position_blocks(*positions, *blocks, bounds))
         tiles = -(-problem.query_length // config.queries) * config.warpgroups
-        arrays["query_bases"] = mask.block_bases(places[0], WARPGROUP_ROWS, tiles)
-        arrays["key_bases"] = mask.block_bases(places[1], config.block_kv, -(-keys // config.block_kv))
+        arrays["query_bases"] = mask.block_bases(positions[0], WARPGROUP_ROWS, tiles)
+        arrays["key_bases"] = mask.block_bases(positions[1], config.block_kv, -(-keys // config.block_kv))
     for name in ("segments", "positions"):
         if f"query_{name}" in arrays:
             arrays[f"query_{name}"] = arrays[f"query_{name}"][:, None, :, None]
             arrays[f"key_{name}"] = arrays[f"key_{name}"][:, None, None, :]
-    if found:
-        arrays["spans"] = mask.tile_ranges(functools.reduce(mask.both, found), -(-keys // config.block_kv))
+    if masks:
+        arrays["spans"] = mask.tile_ranges(functools.reduce(mask.both, masks), -(-keys // config.block_kv))
     return arrays
 
 
 def tile_table(problem: Attention, config: ForwardConfig) -> tuple[int, np.ndarray | jax.Array]:
-    """How many CTAs there are, and the table of their tiles of queries."""
+    """Returns the number of CTAs, and the table of their tiles of queries."""
     ctas = hardware.current().sm_count * config.ctas_per_sm
     return ctas, tile_scheduler.table(problem, config, ctas)
 

@@ -1,11 +1,12 @@
 """Tiles of operands that broadcast, from global memory into the registers where WGMMA puts scores.
 
-An array `[B|1, N|1, T|1, S|1]` of any alignment is read as it is, never materialised larger: a thread loads what its
-scores need, by pairs of columns where the rows are even, and nothing outside of the array.
+An array `[B|1, N|1, T|1, S|1]` of any alignment is read as it is, never materialised larger: a thread loads the numbers
+of its scores, by pairs of columns where the rows are even, and nothing outside of the array.
 """
 
 import functools
 import math
+from collections.abc import Iterator
 
 import jax
 import jax.experimental.pallas as pl
@@ -19,7 +20,7 @@ from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels.attention import mask
 from pallas_kernels.hardware import WARPGROUP_ROWS
-from pallas_kernels.mosaic import ptx, votes
+from pallas_kernels.mosaic import ptx, votes, wgmma
 from pallas_kernels.mosaic.ptx import INTEGER, ROW, WGMMA, Index
 
 Corner = tuple[Index, Index, Index, Index]
@@ -29,7 +30,7 @@ _ENTRIES = 4  # of a table that a lane loads at a time
 def load_tile(ref: jax.Ref, corner: Corner, columns: int) -> jax.Array:
     """Returns `[64, columns]` of `ref` from `corner` (batch, head, row, column) on; 0 where the array has ended."""
     dtype = jnp.dtype(ref.dtype)
-    shape, strides = ref.shape, [math.prod(ref.shape[i + 1 :]) for i in range(4)]
+    shape, strides, bits = ref.shape, [math.prod(ref.shape[i + 1 :]) for i in range(4)], 8 * dtype.itemsize
     pairs = shape[3] % 2 == 0
 
     def load_broadcast(ctx, ref, *corner):
@@ -64,14 +65,14 @@ def load_tile(ref: jax.Ref, corner: Corner, columns: int) -> jax.Array:
                     inside = [in_row if shape[3] == 1 else ptx.bit_and(x, in_row) for x in inside]
                 address = [ptx.add(of_row, offset(x, 3)) for x in at]
                 if pairs:
-                    word = _load(address[0], inside[0], 2 * dtype.itemsize)
+                    word = ptx.load_if(address[0], inside[0], 2 * bits)
                     registers.flat[2 * j + r] = vector.bitcast(
                         pair, vector.broadcast(ir.VectorType.get((1,), word.type), word)
                     )
                 else:
                     predicates = inside if shape[2:] != (1, 1) else [None, None]
                     count = 1 if shape[3] == 1 else 2
-                    words = [_load(address[e], predicates[e], dtype.itemsize) for e in range(count)] * (3 - count)
+                    words = [ptx.load_if(address[e], predicates[e], bits) for e in range(count)] * (3 - count)
                     registers.flat[2 * j + r] = vector.from_elements(pair, [arith.bitcast(element, w) for w in words])
         signed = True if isinstance(element, ir.IntegerType) else None
         return mgpu.FragmentedArray(_registers=registers, _layout=WGMMA.to_mgpu(), _is_signed=signed)
@@ -109,7 +110,7 @@ def store_tile(target: jax.Ref, values: jax.Array, corner: tuple[Index, Index, I
             for e, word in enumerate(words):
                 inside = ptx.bit_and(in_row, ptx.compare("ult", ptx.add(at_column, e), columns))
                 text = f"@$2 st.global.b{bits} [$0+{e * dtype.itemsize}], $1;"
-                ptx.asm(text, f"l,{_KINDS[bits]},b,~{{memory}}", [address, word, inside])
+                ptx.asm(text, f"l,{ptx.KINDS[bits]},b,~{{memory}}", [address, word, inside])
 
     ptx.inline(store_elements, target, (values, WGMMA), *corner)
 
@@ -146,7 +147,7 @@ def load_bits(ref: jax.Ref, axis: int, corner: Corner, columns: int, repeats: in
                 further = ptx.sub(of_lines[1], of_lines[0])
                 inside = ptx.compare("ult", ptx.add(row, further), rows)
                 at = ptx.add(address, ptx.mul(arith.extui(base.type, further), 4 * strides[row_axis]))
-            word = _load(at, inside, 4)
+            word = ptx.load_if(at, inside, 32)
             pairs.append(vector.broadcast(ir.VectorType.get((2,), word.type), arith.shrui(word, lower_bits)))
         registers = np.empty(WGMMA.to_mgpu().registers_shape((WARPGROUP_ROWS, 8)), dtype=object)
         registers.flat[:] = pairs * (2 // len(pairs))
@@ -165,14 +166,14 @@ def load_of_heads(ref: jax.Ref, pack: Index, heads: int) -> jax.Array:
     """Returns `[64]`: for each row of a tile of `heads` packed heads its head's number of `ref [N]`, float32."""
 
     def load_numbers(ctx, ref, pack):
-        thread = ptx.thread_found_here()
-        line = ptx.add(ptx.mul(ptx.div(thread, 32), 16), ptx.div(ptx.rem(thread, 32), 4))
+        lane, warp = wgmma.lane_and_warp(once=True)
+        line = ptx.add(ptx.mul(warp, 16), ptx.div(lane, 4))
         layout, f32 = ROW.to_mgpu(), ir.F32Type.get()
         assert isinstance(layout, mgpu.TiledLayout)
         registers = np.empty(layout.registers_shape((WARPGROUP_ROWS,)), dtype=object)
         for r in range(2):
             head = ptx.add(ptx.mul(ptx.scalar(pack), heads), ptx.rem(ptx.add(line, 8 * r), heads))
-            number = arith.bitcast(f32, _load(ptx.word_address(ref, head), None, 4))
+            number = arith.bitcast(f32, ptx.load_if(ptx.word_address(ref, head), None, 32))
             registers.flat[r] = vector.from_elements(ir.VectorType.get((layout.vector_length,), f32), [number])
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
@@ -192,33 +193,30 @@ def lacks_page(tables: jax.Ref, batch: Index, first: Index, end: Index, pages: i
             missing.append(ptx.compare("uge", page, pages))
         return votes.vote(missing)
 
-    def search(i: jax.Array, found: jax.Array) -> jax.Array:
+    def search(i: jax.Array, lacks: jax.Array) -> jax.Array:
         at = first + i * (32 * _ENTRIES)
-        return found | ptx.inline(vote_missing, tables, batch, at, end, result=INTEGER, static={"pages": pages})
+        return lacks | ptx.inline(vote_missing, tables, batch, at, end, result=INTEGER, static={"pages": pages})
 
     return lax.fori_loop(0, pl.cdiv(end - first, jnp.int32(32 * _ENTRIES)), search, jnp.int32(0)) != 0
 
 
 def apply_bitmask(x: jax.Array, words: jax.Array) -> jax.Array:
-    """`x [64, n]` where its bit of `load_bits` is 1, and -inf elsewhere."""
+    """Returns `x [64, n]` where its bit of `load_bits` is 1, and -inf elsewhere."""
 
     def apply_bits(ctx, x, words):
         of_row = votes.numbers(words)[::2]
-        registers = np.empty_like(x.registers)
-        outside = utils.c(-math.inf, ir.F32Type.get())
-        for i, pair in enumerate(x.registers.flat):
-            kept = []
-            for e, value in enumerate(ptx.elements(pair)):
-                bit = ptx.bit_and(of_row[i % 2], np.uint32(1 << 2 * (i // 2) + e).view(np.int32).item())
-                kept.append(arith.select(ptx.compare("ne", bit, 0), value, outside))
-            registers.flat[i] = vector.from_elements(pair.type, kept)
-        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+        def is_set(j: int, r: int) -> Iterator[ir.Value]:
+            for bit in (2 * j, 2 * j + 1):
+                yield ptx.compare("ne", ptx.bit_and(of_row[r], np.uint32(1 << bit).view(np.int32).item()), 0)
+
+        return wgmma.hide_unless(is_set, x)
 
     return ptx.inline(apply_bits, (x, WGMMA), (words, WGMMA), result=(x.shape, x.dtype, WGMMA))
 
 
 def broadcast_index(at: tuple[Index, ...], shape: tuple[int, ...]) -> tuple[Index, ...]:
-    """`at`, with 0 along axes of `shape` whose one element stands for all."""
+    """Returns `at`, with 0 along the axes of `shape` that broadcast."""
     return tuple(i if extent > 1 else 0 for i, extent in zip(at, shape, strict=False))
 
 
@@ -231,32 +229,27 @@ def apply_bounds(x: jax.Array, low: jax.Array | None, high: jax.Array) -> jax.Ar
     def apply_between(ctx, x, high, *low):
         column = ptx.mul(ptx.rem(utils.thread_idx(), 4), 2)
         tops, *bottoms = ([ptx.sub(r, column) for r in votes.numbers(rows)] for rows in (high, *low))
-        registers = np.empty_like(x.registers)
-        outside = utils.c(-math.inf, ir.F32Type.get())
-        for i, pair in enumerate(x.registers.flat):
-            kept = []
-            for e, value in enumerate(ptx.elements(pair)):
-                at = ptx.c32(8 * (i // 2) + e)
-                seen = ptx.compare("sge", tops[i % 2], at)
-                for bottom in bottoms:
-                    seen = ptx.bit_and(seen, ptx.compare("sle", bottom[i % 2], at))
-                kept.append(arith.select(seen, value, outside))
-            registers.flat[i] = vector.from_elements(pair.type, kept)
-        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+        def is_between(j: int, r: int) -> Iterator[ir.Value]:
+            for at in map(ptx.c32, (8 * j, 8 * j + 1)):
+                below, *above = ptx.compare("sge", tops[r], at), *(ptx.compare("sle", b[r], at) for b in bottoms)
+                yield functools.reduce(ptx.bit_and, above, below)
+
+        return wgmma.hide_unless(is_between, x)
 
     bounds = (high,) if low is None else (high, low)
     return ptx.inline(apply_between, (x, WGMMA), *((bound, ROW) for bound in bounds), result=(x.shape, x.dtype, WGMMA))
 
 
 def apply_segments(x: jax.Array, of_rows: jax.Ref, of_columns: jax.Ref, corner: Corner) -> jax.Array:
-    """`x [64, n]` where the row's and the column's numbers are equal, and -inf elsewhere; as `_apply_pairs`."""
+    """Returns `x [64, n]` where the row's and the column's numbers are equal, and -inf elsewhere, as `_apply_pairs`."""
     return _apply_pairs(x, of_rows, of_columns, corner, (("eq", 0),))
 
 
 def apply_positions(
     x: jax.Array, of_rows: jax.Ref, of_columns: jax.Ref, corner: Corner, bounds: tuple[int | None, int | None]
 ) -> jax.Array:
-    """`x [64, n]` where the column's number is the row's plus `bounds[0]` to `bounds[1]`, and -inf elsewhere."""
+    """Returns `x [64, n]` where the column's number less the row's is within `bounds`, and -inf elsewhere."""
     tests = ((test, bound) for test, bound in zip(("sle", "sge"), bounds, strict=True) if bound is not None)
     return _apply_pairs(x, of_rows, of_columns, corner, tuple(tests))
 
@@ -264,7 +257,7 @@ def apply_positions(
 def _apply_pairs(
     x: jax.Array, of_rows: jax.Ref, of_columns: jax.Ref, corner: Corner, tests: tuple[tuple[str, int], ...]
 ) -> jax.Array:
-    """`x [64, n]` where each of the tests holds of the row's number, plus the test's own, and the column's number.
+    """Returns `x [64, n]` where each test holds between the row's number plus the test's, and the column's; else -inf.
 
     `of_rows [B, 1, T, 1]`, `of_columns [B, 1, 1, S]`, int32. A warp loads the numbers of 64 columns at once, a pair
     by each lane, and shuffles them: a lane has no registers to wait for all of its own pairs' loads at once.
@@ -282,28 +275,25 @@ def _apply_pairs(
             inside = [ptx.compare("slt", column, size - (start + e)) for e in range(2)]
             address = [ptx.add(base, 4 * (start + e)) for e in range(2)]
             if size % 2 == 0:
-                word = _load(address[0], inside[0], 8)
+                word = ptx.load_if(address[0], inside[0], 64)
                 pair = [arith.trunci(ptx.i32(), word), arith.trunci(ptx.i32(), arith.shrui(word, ptx.c64(32)))]
             else:
-                pair = [_load(a, i, 4) for a, i in zip(address, inside, strict=True)]
+                pair = [ptx.load_if(a, i, 32) for a, i in zip(address, inside, strict=True)]
             of_lane.append(pair)
         of_row = [ptx.elements(pair)[0] for pair in rows.registers.flat]
         limits = [[(test, ptx.add(row, more) if more else row) for test, more in tests] for row in of_row]
-        registers = np.empty_like(x.registers)
-        outside = utils.c(-math.inf, ir.F32Type.get())
-        for j in range(x.shape[1] // 8):
+
+        @functools.cache
+        def of_column(j: int) -> list[ir.Value]:
             # From quad j's lane of the same place: 0x31f keeps a lane's own last two bits.
             shuffle = f"shfl.sync.idx.b32 $0, $1, {4 * (j % 8)}, 0x31f, -1;"
-            of_column = [ptx.asm_value(shuffle, "=r,r", [number]) for number in of_lane[j // 8]]
-            for r in range(2):
-                pair = x.registers.flat[2 * j + r]
-                seen = [
-                    functools.reduce(ptx.bit_and, [ptx.compare(test, limit, c) for test, limit in limits[r]])
-                    for c in of_column
-                ]
-                kept = [arith.select(s, v, outside) for s, v in zip(seen, ptx.elements(pair), strict=True)]
-                registers.flat[2 * j + r] = vector.from_elements(pair.type, kept)
-        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+            return [ptx.asm_value(shuffle, "=r,r", [number]) for number in of_lane[j // 8]]
+
+        def is_seen(j: int, r: int) -> list[ir.Value]:
+            each = ([ptx.compare(test, limit, c) for test, limit in limits[r]] for c in of_column(j))
+            return [functools.reduce(ptx.bit_and, tests) for tests in each]
+
+        return wgmma.hide_unless(is_seen, x)
 
     batch, head, row, column = (jnp.int32(i) for i in corner)
     rows = load_tile(of_rows, (batch, head, row, column), 8)
@@ -318,20 +308,3 @@ def _apply_pairs(
         result=result,
         static={"size": size, "tests": tests},
     )
-
-
-_KINDS = {8: "h", 16: "h", 32: "r", 64: "l"}  # of registers, by their bits
-
-
-def _load(address: ir.Value, predicate: ir.Value | None, size: int) -> ir.Value:
-    """Returns `size` bytes as an integer, 0 without the predicate."""
-    bits = 8 * size
-    kind = _KINDS[bits]
-    word = ir.IntegerType.get_signless(max(bits, 16))
-    load = f"ld.global.b{bits} $0, [$1];"
-    if predicate is None:
-        value = ptx.asm_value(load, f"=&{kind},l", [address], word)
-    else:
-        text = f"mov.b{max(bits, 16)} $0, 0; @$2 {load}"
-        value = ptx.asm_value(text, f"=&{kind},l,b", [address, predicate], word)
-    return arith.trunci(ir.IntegerType.get_signless(8), value) if bits == 8 else value

@@ -23,22 +23,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import hardware
 from pallas_kernels.attention.problem import Attention, ForwardConfig
+from pallas_kernels.types import Index
 
-Int = jax.Array | int
 
-
-def window_bounds(problem: Attention, queries: Int | None = None, keys: Int | None = None) -> tuple[Any, Any]:
+def window_bounds(problem: Attention, queries: Index | None = None, keys: Index | None = None) -> tuple[Any, Any]:
     """Returns `(left, right)`: query i sees keys `i + left <= j <= i + right` at most; None: no such bound.
 
-    They are those of a sequence of `queries` and `keys`, by default as many as the arrays hold, which matters only if
-    sequences are aligned at their ends. Which of the two bounds there are is the same for all sequences. Indices have
-    none where positions take their place.
+    A sequence has `queries` and `keys`, by default as many as the arrays hold; their numbers matter only if sequences
+    are aligned at their ends. All sequences have the same of the two bounds. Where there are positions, indices have
+    no bounds.
     """
     if problem.positions:
         return None, None
-    apart: Int = 0
+    apart: Index = 0
     if problem.align_ends:
         apart = (problem.key_length if keys is None else keys) - (problem.query_length if queries is None else queries)
     left, right = position_bounds(problem)
@@ -54,7 +52,7 @@ def position_bounds(problem: Attention) -> tuple[int | None, int | None]:
 
 
 def may_see_nothing(problem: Attention) -> bool:
-    """Whether there may be a query without a key, by its index or by data."""
+    """Says whether there may be a query without a key, by its index or by data."""
     left, right = window_bounds(problem)
     by_place = right is not None and right < 0
     if left is not None:
@@ -66,14 +64,14 @@ def may_see_nothing(problem: Attention) -> bool:
 class TileRange(NamedTuple):
     """Tiles `first <= tile < end` of keys, of which `inner_first <= tile < inner_end` need no mask."""
 
-    first: Any
-    inner_first: Any
-    inner_end: Any
-    end: Any
+    first: Index
+    inner_first: Index
+    inner_end: Index
+    end: Index
 
 
-def kv_range(problem: Attention, block_kv: int, row: Int, rows: int, queries: Int, keys: Int) -> TileRange:
-    """The tiles of keys that queries `row ... row + rows` see; at least one tile, also for rows past the last query."""
+def kv_range(problem: Attention, block_kv: int, row: Index, rows: int, queries: Index, keys: Index) -> TileRange:
+    """Returns the tiles of keys that queries `row ... row + rows` see: at least one, even past the last query."""
     left, right = window_bounds(problem, queries, keys)
     first, inner_first = 0, 0
     inner_end, end = _div(keys, block_kv), _div(keys + block_kv - 1, block_kv)
@@ -90,12 +88,12 @@ def kv_range(problem: Attention, block_kv: int, row: Int, rows: int, queries: In
 def tile_kv_range(
     problem: Attention,
     config: ForwardConfig,
-    tile: Int,
-    queries: Int,
-    keys: Int,
+    tile: Index,
+    queries: Index,
+    keys: Index,
     load: Callable[[], TileRange] | None = None,
-) -> tuple[TileRange, Int]:
-    """The tiles of keys that a head's tile sees in its split, at least one, and whether it really sees any.
+) -> tuple[TileRange, Index]:
+    """Returns the tiles of keys that a head's tile of queries sees in its split, at least one, and whether it sees any.
 
     The splits divide evenly what the tile's queries see by their places, and by what `load` returns.
     """
@@ -124,26 +122,26 @@ def intersect(span: TileRange, by: TileRange) -> TileRange:
 
 
 def needs_mask(problem: Attention, span: TileRange, tile: jax.Array) -> jax.Array | None:
-    """Whether some queries do not see all keys of the tile; None if that cannot be."""
+    """Says whether some queries do not see all keys of the tile; None if that cannot be."""
     left, right = window_bounds(problem)
     after = None if right is None and not problem.has_data_mask else tile >= span.inner_end
     before = None if left is None and not problem.has_data_mask else tile < span.inner_first
     return before if after is None else after if before is None else before | after
 
 
-def _div(x: Int, y: int) -> Int:
+def _div(x: Index, y: int) -> Index:
     return x // y if isinstance(x, int) else lax.div(x, y)
 
 
-def _min(x: Int, y: Int) -> Int:
+def _min(x: Index, y: Index) -> Index:
     return min(x, y) if isinstance(x, int) and isinstance(y, int) else lax.min(x, y)
 
 
-def _max(x: Int, y: Int) -> Int:
+def _max(x: Index, y: Index) -> Index:
     return max(x, y) if isinstance(x, int) and isinstance(y, int) else lax.max(x, y)
 
 
-def clip(x: Int, low: Int, high: Int) -> Int:
+def clip(x: Index, low: Index, high: Index) -> Index:
     """Returns `x`, but `low` at least, and `high` at most."""
     return _min(high, _max(low, x))
 
@@ -165,7 +163,7 @@ def both(a: BlockMask, b: BlockMask) -> BlockMask:
 
 
 def of_group(pairs: BlockMask, group: int) -> BlockMask:
-    """The union over each `group` of heads, which are looped over for the same rows."""
+    """Returns the union over each `group` of query heads, which a CTA loops over for the same keys."""
     if pairs.visible.shape[1] == 1:
         return pairs
     visible, full = (x.reshape(x.shape[0], -1, group, *x.shape[2:]) for x in pairs)
@@ -187,7 +185,6 @@ def tile_ranges(pairs: BlockMask, columns: int) -> jax.Array:
 BIT_COLUMNS = 128  # whose bits are in four words
 AXES = {3: (3, 4), 2: (4, 3)}  # of rows and places in the words, by the columns' axis in the mask
 ALL_BITS = 2**32 - 1
-FEW_BLOCKS = 8  # of 64 queries and 64 keys, of all heads, for each SM: up to that a mask's are not looked at
 
 
 def pack_bits(mask: jax.Array, axis: int) -> jax.Array:
@@ -217,13 +214,8 @@ def pack_bits(mask: jax.Array, axis: int) -> jax.Array:
     return jnp.moveaxis(words, {3: 2, 2: 4}[axis], rows)
 
 
-def blocks_of_mask(
-    problem: Attention, words: jax.Array, axis: int, columns: int, block_rows: int, block_columns: int
-) -> BlockMask:
-    """The blocks of `bitmask_blocks`, or all, not full, where they are so few that finding them takes longer."""
-    blocks = -(-problem.query_length // 64) * -(-problem.key_length // 64)
-    if problem.batch * problem.query_heads * blocks > FEW_BLOCKS * hardware.current().sm_count:
-        return bitmask_blocks(words, axis, columns, block_rows, block_columns)
+def every_block(words: jax.Array, axis: int, columns: int, block_rows: int, block_columns: int) -> BlockMask:
+    """Returns as many blocks as `bitmask_blocks` does, all of them visible and none full."""
     shape = 1, 1, -(-words.shape[AXES[axis][0]] // block_rows), -(-columns // block_columns)
     return BlockMask(jnp.ones(shape, bool), jnp.zeros(shape, bool))
 
@@ -235,7 +227,7 @@ def bitmask_blocks(words: jax.Array, axis: int, columns: int, block_rows: int, b
     every = _over_rows(lax.reduce_and, words | beyond, ALL_BITS, axis, block_rows)
     size = block_columns // 4  # bits that a block has in a word
     full = jnp.uint32(ALL_BITS >> 32 - size)
-    # XLA reduces in a kernel of its own before a shift by an array, and again and again within a stack of shifts.
+    # Before a shift by an array, XLA reduces in one kernel; within a stack of shifts it would reduce for each.
     shifts = jnp.arange(0, 32, size, dtype=jnp.uint32).reshape(1, 1, 1, -1, 1)
     some, every = ((x[..., None, :] >> shifts & full).reshape(*x.shape[:2], -1, x.shape[3]) for x in (some, every))
     count = -(-columns // block_columns)
@@ -287,13 +279,13 @@ def position_blocks(
 
 
 NO_BASE = np.iinfo(np.int32).min
-_LARGEST_BASE = 2**29 - 64  # of which the differences, with a row of 128 and a window more, are int32
+_LARGEST_BASE = 2**29 - 64  # the difference of two bases, a row of 128 and a window fit in an int32
 
 
 def block_bases(positions: jax.Array, size: int, blocks: int) -> jax.Array:
     """Finds each block's first position, `[B, blocks]`; `NO_BASE` where its positions do not count up by one.
 
-    It saves a kernel the loads of positions. Places past the last position count on from there.
+    A kernel then loads no positions. Indices past the last position count on from there.
     """
     count = positions.shape[1]
     bases = positions - (jnp.arange(count, dtype=jnp.int32) % size)[None]
@@ -316,12 +308,12 @@ def skips_tiles(problem: Attention) -> bool:
 
 
 def is_uneven(problem: Attention) -> bool:
-    """Whether some tiles take longer than others."""
+    """Says whether some tiles take longer than others."""
     return problem.key_lengths or problem.query_lengths or skips_tiles(problem)
 
 
 def queries_of_tile(problem: Attention) -> int:
-    """How many queries a tile of keys sees at most, those of all the heads that read it."""
+    """Says how many queries a tile of keys sees at most, those of all the heads that read it."""
     left, right = window_bounds(problem)
     seen = problem.query_length if left is None or right is None else max(right - left + 1, 0)
     return min(seen, problem.query_length) * problem.group

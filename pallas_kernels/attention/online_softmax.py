@@ -3,6 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from pallas_kernels.attention.problem import Attention, ForwardConfig
 from pallas_kernels.hardware import WARPGROUP_ROWS
 from pallas_kernels.mosaic import fast_math, ptx, votes
 from pallas_kernels.mosaic.fast_math import LOG2E
-from pallas_kernels.mosaic.ptx import ROW, WGMMA
+from pallas_kernels.mosaic.ptx import ROW, WGMMA, Index
 
 
 class TileCoord(NamedTuple):
@@ -26,11 +27,11 @@ class TileCoord(NamedTuple):
     With several `heads`, which are packed, `head` counts packs, and a query has a row for each head of its pack.
     """
 
-    batch: jax.Array
-    head: jax.Array
-    row: jax.Array
-    queries: Any
-    keys: Any
+    batch: Index
+    head: Index
+    row: Index
+    queries: Index
+    keys: Index
     heads: int = 1
 
     def queries_of_rows(self) -> jax.Array:
@@ -46,20 +47,28 @@ class Extras(NamedTuple):
     mask_bits: jax.Array | None  # the mask's bits
 
 
-def load_extras(problem: Attention, refs: Any, place: TileCoord, key: jax.Array, keys: int, *, copied: bool) -> Extras:
+def load_extras(
+    problem: Attention, refs: SimpleNamespace, coord: TileCoord, key: jax.Array, keys: int, *, copied: bool
+) -> Extras:
     """Returns the tile of `keys` keys from `key` on; `copied`: but for the bias, which comes through shared memory."""
-    corner = place.batch, place.head, place.row, key
+    corner = coord.batch, coord.head, coord.row, key
     bias = gather.load_tile(refs.bias, corner, keys) if problem.bias and not copied else None
-    return Extras(bias, gather.load_bits(refs.mask, 3, corner, keys, place.heads) if problem.mask else None)
+    return Extras(bias, gather.load_bits(refs.mask, 3, corner, keys, coord.heads) if problem.mask else None)
 
 
 def folds_scale(problem: Attention) -> bool:
-    """Whether logits are the products times a positive number, so that the maximum is found before scaling."""
+    """Says whether logits are the products times a positive number, so that the maximum is found before scaling."""
     return problem.scale > 0 and problem.soft_cap is None and problem.bias is None
 
 
 def logits(
-    problem: Attention, refs: Any, place: TileCoord, extras: Extras, x: jax.Array, key: jax.Array, edge: Any
+    problem: Attention,
+    refs: SimpleNamespace,
+    coord: TileCoord,
+    extras: Extras,
+    x: jax.Array,
+    key: jax.Array,
+    edge: bool | jax.Array | None,
 ) -> jax.Array:
     """Returns the logits, still to be scaled if `folds_scale`; -inf where the query does not see the key.
 
@@ -74,26 +83,26 @@ def logits(
         x = x + extras.bias.astype(jnp.float32)
     if edge is None:
         return x
-    compared = functools.partial(_apply_mask, problem, refs, place, extras, key)
+    compared = functools.partial(_apply_mask, problem, refs, coord, extras, key)
     return compared(x) if edge is True else lax.cond(edge, compared, lambda x: x, x)
 
 
 def _apply_mask(
-    problem: Attention, refs: Any, place: TileCoord, extras: Extras, key: jax.Array, x: jax.Array
+    problem: Attention, refs: SimpleNamespace, coord: TileCoord, extras: Extras, key: jax.Array, x: jax.Array
 ) -> jax.Array:
     """Returns `x`, and -inf where indices, positions, segments or mask forbid it; `key` is the tile's first."""
     if extras.mask_bits is not None:
         x = gather.apply_bitmask(x, extras.mask_bits)
-    # Loaded only here, because most tiles are of one segment, and registers are scarce.
-    corner = place.batch, 0, place.row, key
+    # Segment ids are loaded only here: most tiles have one segment, and registers are scarce.
+    corner = coord.batch, 0, coord.row, key
     if problem.segments:
         x = gather.apply_segments(x, refs.query_segments, refs.key_segments, corner)
     if problem.positions:
         x = _apply_positions(problem, refs, corner, x)
-    return _in_bounds(problem, place, x, key)
+    return _in_bounds(problem, coord, x, key)
 
 
-def _apply_positions(problem: Attention, refs: Any, corner: gather.Corner, x: jax.Array) -> jax.Array:
+def _apply_positions(problem: Attention, refs: SimpleNamespace, corner: gather.Corner, x: jax.Array) -> jax.Array:
     """Puts -inf where positions forbid it. If the positions of both blocks count up by one, the first are enough."""
     batch, _, row, key = corner
     left, right = mask.position_bounds(problem)
@@ -111,17 +120,17 @@ def _apply_positions(problem: Attention, refs: Any, corner: gather.Corner, x: ja
     return lax.cond((query_base != mask.NO_BASE) & (key_base != mask.NO_BASE), by_bases, by_positions, x)
 
 
-def _in_bounds(problem: Attention, place: TileCoord, x: jax.Array, key: jax.Array) -> jax.Array:
+def _in_bounds(problem: Attention, coord: TileCoord, x: jax.Array, key: jax.Array) -> jax.Array:
     """Returns `x`, and -inf where the indices of query and key forbid it; `key` is the tile's first."""
-    left, right = mask.window_bounds(problem, place.queries, place.keys)
+    left, right = mask.window_bounds(problem, coord.queries, coord.keys)
     whole = problem.key_length % x.shape[1] == 0 and not problem.key_lengths
     # A split of a masked range can be empty; `place.keys` is then 0.
-    if left is None and right is None and whole and not (problem.has_data_mask and isinstance(place.keys, jax.Array)):
+    if left is None and right is None and whole and not (problem.has_data_mask and isinstance(coord.keys, jax.Array)):
         return x
-    row = place.queries_of_rows()
+    row = coord.queries_of_rows()
     right = problem.key_length if right is None else right
-    high = jnp.minimum(row + (place.row - key + right), place.keys - 1 - key)
-    return gather.apply_bounds(x, None if left is None else row + (place.row - key + left), high)
+    high = jnp.minimum(row + (coord.row - key + right), coord.keys - 1 - key)
+    return gather.apply_bounds(x, None if left is None else row + (coord.row - key + left), high)
 
 
 # Additive masks (-1e9) lie below this. There `exp2(x * log2(e) - m)`, one fused operation, subtracts a rounded maximum
@@ -156,14 +165,14 @@ def update(
     first: bool = False,
     halfway: Callable[[], None] = lambda: None,
 ) -> tuple[State, jax.Array, Rescale]:
-    """The state with the maximum and sum of a tile's logits, their weights, and what `out` still needs.
+    """Returns the state with a tile's maximum and sum, the tile's weights, and the rescaling that `out` still needs.
 
     `first`: no keys were seen before. `halfway` is called where half of the weights are still to be computed.
 
     This is `monoid.combine`, but the weights are taken against the common maximum at once: no second factor.
     """
     factor = LOG2E * (problem.scale if folds_scale(problem) else 1.0)
-    # With fewer columns than here, heads of 256 spill 8 bytes.
+    # Without early exponentials, a fold to fewer than 32 columns lets heads of 256 spill 8 bytes.
     highest = _fold_columns(mgpu.FragmentedArray.max, x, PARTIAL_COLUMNS if config.early_exp_columns else 32)
 
     def exp_and_sum(x: jax.Array, maximum: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -228,7 +237,7 @@ def finalize(state: State, sink: jax.Array | None, hidden: jax.Array | None) -> 
     factor = jnp.ones_like(m)
     if sink is not None:
         logit = sink * LOG2E if sink.shape else jnp.full_like(m, sink * LOG2E)
-        of_sink: Any = (logit, jnp.ones_like(m), jnp.zeros_like(m))
+        of_sink = (logit, jnp.ones_like(m), jnp.zeros_like(m))
         m, total, factor = monoid.combine((m, total, factor), of_sink, exp=jnp.exp2)
     if hidden is not None:
         unseen |= hidden
@@ -242,7 +251,7 @@ def by_row(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _fold_columns(operation: Callable[..., Any], x: jax.Array, columns: int) -> jax.Array:
-    """A tree over groups of `columns` columns, where a reduction of Mosaic's is one long chain."""
+    """Folds groups of `columns` columns as a tree; Mosaic's own reduction is one long chain."""
 
     def fold_groups(ctx, x):
         parts = [x[:, start : start + columns] for start in range(0, x.shape[1], columns)]

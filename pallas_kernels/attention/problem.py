@@ -30,6 +30,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.hardware import WARPGROUP_ROWS
 
@@ -37,44 +38,66 @@ UNBOUNDED = 2**30  # the widths of a window from which on it has no bound
 
 
 class Operand(NamedTuple):
-    """An operand, or a result, by the axes that follow its leading ones."""
+    """An operand, or a result, by the axes that follow its leading ones.
 
-    rank: int  # how many there are
-    heads: Literal["query", "key"] | None = None  # whose heads it has
-    head_axis: int = 0
-    query_axis: int | None = None  # the axis of queries, from the end
-    key_axis: int | None = None
-    padded: Literal["head_dim", "value_dim"] | None = None  # what its last axis is, which kernels want in multiples
+    They are queries `t`, keys `s`, heads of the query `n` and of the key `k`, and the dimensions of a head of query and
+    key `h`, and of value and output `d`.
+    """
+
+    axes: str
     is_differentiable: bool = False
     broadcasts: bool = False  # whether a kernel takes extents of 1 for any
     has_batch: bool = True  # whether a kernel takes one for each element of the batch
-    dtype: Any = None  # a kernel's; None for the operand's own
+    dtype: DTypeLike | None = None  # a kernel's; None for the operand's own
     problem_field: str | None = None  # of `Attention`
     field_is_shape: bool = False  # whether that field is its shape; otherwise whether it is there
     gradient_on_request: bool = False  # whether a kernel gives its gradient only where that is asked for
     in_kernels: bool = False  # whether this package's kernels read it; they refuse what they do not
     argument: str | None = None  # what `jaxsoftmax.flash_attention` calls it; None for the operand's own name
 
+    @property
+    def query_axis(self) -> int | None:
+        """The axis of queries, from the end."""
+        return self._from_end("t")
 
-_QUERY = Operand(3, "query", 1, query_axis=-3, padded="head_dim", is_differentiable=True, in_kernels=True)
-_KEY = Operand(3, "key", 1, key_axis=-3, padded="head_dim", is_differentiable=True, in_kernels=True)
-_PAIRS = Operand(3, "query", query_axis=-2, key_axis=-1, broadcasts=True, field_is_shape=True)
+    @property
+    def key_axis(self) -> int | None:
+        """The axis of keys, from the end."""
+        return self._from_end("s")
+
+    @property
+    def head_axis(self) -> int | None:
+        """The axis of heads, from the end."""
+        return self._from_end("k" if "k" in self.axes else "n")
+
+    @property
+    def is_padded(self) -> bool:
+        """Says whether the last axis is the dimension of a head, of which kernels want multiples."""
+        return self.axes.endswith(("h", "d"))
+
+    def _from_end(self, axis: str) -> int | None:
+        return self.axes.index(axis) - len(self.axes) if axis in self.axes else None
+
+
+_QUERY = Operand("tnh", is_differentiable=True, in_kernels=True)
+_KEY = Operand("skh", is_differentiable=True, in_kernels=True)
+_PAIRS = Operand("nts", broadcasts=True, field_is_shape=True)
 _BIAS = _PAIRS._replace(is_differentiable=True, problem_field="bias", gradient_on_request=True, in_kernels=True)
 _MASK = _PAIRS._replace(dtype=jnp.int8, problem_field="mask", in_kernels=True)
 _KEEP = _PAIRS._replace(dtype=jnp.int8, problem_field="keep")
-_QUERY_LENGTHS = Operand(0, problem_field="query_lengths", argument="query_seq_lengths", in_kernels=True)
-_KEY_LENGTHS = Operand(0, problem_field="key_lengths", argument="key_value_seq_lengths", in_kernels=True)
-_QUERY_SEGMENTS = Operand(1, query_axis=-1, problem_field="segments", argument="query_segment_ids", in_kernels=True)
-_KEY_SEGMENTS = Operand(1, key_axis=-1, problem_field="segments", argument="key_value_segment_ids", in_kernels=True)
-_QUERY_POSITIONS = Operand(1, query_axis=-1, problem_field="positions", in_kernels=True)
-_KEY_POSITIONS = Operand(1, key_axis=-1, problem_field="positions", argument="key_value_positions", in_kernels=True)
-_WINDOW_SIZES = Operand(1, broadcasts=True, has_batch=False, problem_field="window_sizes", argument="local_window_size")
+_QUERY_LENGTHS = Operand("", problem_field="query_lengths", argument="query_seq_lengths", in_kernels=True)
+_KEY_LENGTHS = Operand("", problem_field="key_lengths", argument="key_value_seq_lengths", in_kernels=True)
+_QUERY_SEGMENTS = Operand("t", problem_field="segments", argument="query_segment_ids", in_kernels=True)
+_KEY_SEGMENTS = Operand("s", problem_field="segments", argument="key_value_segment_ids", in_kernels=True)
+_QUERY_POSITIONS = Operand("t", problem_field="positions", in_kernels=True)
+_KEY_POSITIONS = Operand("s", problem_field="positions", argument="key_value_positions", in_kernels=True)
+_WINDOW_SIZES = Operand(
+    "2", broadcasts=True, has_batch=False, problem_field="window_sizes", argument="local_window_size"
+)
 _CAP = Operand(
-    0, is_differentiable=True, broadcasts=True, has_batch=False, problem_field="cap", argument="logits_soft_cap"
+    "", is_differentiable=True, broadcasts=True, has_batch=False, problem_field="cap", argument="logits_soft_cap"
 )
-_SINKS = Operand(
-    1, "query", is_differentiable=True, broadcasts=True, has_batch=False, problem_field="sinks", in_kernels=True
-)
+_SINKS = Operand("n", is_differentiable=True, broadcasts=True, has_batch=False, problem_field="sinks", in_kernels=True)
 
 
 class Operands(NamedTuple):
@@ -86,7 +109,7 @@ class Operands(NamedTuple):
 
     query: Annotated[Any, _QUERY]
     key: Annotated[Any, _KEY]
-    value: Annotated[Any, _KEY._replace(padded="value_dim")]
+    value: Annotated[Any, _KEY._replace(axes="skd")]
     bias: Annotated[Any, _BIAS] = None
     mask: Annotated[Any, _MASK] = None
     query_lengths: Annotated[Any, _QUERY_LENGTHS] = None
@@ -108,12 +131,12 @@ class Operands(NamedTuple):
 OPERANDS: dict[str, Operand] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(Operands, include_extras=True).items()
 } | {
-    "out": Operand(3, "query", 1, query_axis=-3, padded="value_dim"),
-    "lse": Operand(2, "query", query_axis=-1),
+    "out": Operand("tnd"),
+    "lse": Operand("nt"),
 }
 IN_KERNELS = {name for name, operand in OPERANDS.items() if operand.in_kernels} | {"block_tables"}
-PAIRS = {name for name, x in OPERANDS.items() if x.query_axis is not None and x.key_axis is not None}
-RANK = {name: operand.rank for name, operand in OPERANDS.items()}
+PAIRS = {name for name, operand in OPERANDS.items() if {"t", "s"} <= set(operand.axes)}
+RANK = {name: len(operand.axes) for name, operand in OPERANDS.items()}
 DIFFERENTIABLE = tuple(name for name, operand in OPERANDS.items() if operand.is_differentiable)
 
 
@@ -154,20 +177,20 @@ class Rules(KernelRules):
     those that the queries see: their logsumexp is then that over all blocks.
     """
 
-    precision: Any = None
+    precision: jax.lax.PrecisionLike = None
     is_local: bool = False
     tile: tuple[int, int] | None = None
     logits_memory: int | None = None
     is_block: bool = False
 
 
-def leading(x: Any, name: str) -> tuple[int, ...]:
+def leading(x: jax.Array | jax.ShapeDtypeStruct, name: str) -> tuple[int, ...]:
     """Returns the leading extents of an operand."""
     return tuple(x.shape[: len(x.shape) - RANK[name]])
 
 
 def sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`x` summed along the axes in which `shape` has an extent of 1."""
+    """Sums `x` along the axes in which `shape` has an extent of 1."""
     axes = tuple(d for d, (got, want) in enumerate(zip(x.shape, shape, strict=True)) if got != want)
     return x.sum(axes, keepdims=True) if axes else x
 
@@ -221,27 +244,27 @@ class Attention(KernelRules):
 
     @property
     def data_masks(self) -> int:
-        """How many kinds of operands say which tiles are passed over."""
+        """Says how many kinds of operands say which tiles are passed over."""
         return self.segments + self.positions + (self.mask is not None)
 
     @property
     def has_data_mask(self) -> bool:
-        """Whether which tiles are passed over is known on the device alone."""
+        """Says whether which tiles are passed over is known on the device alone."""
         return self.data_masks > 0
 
     @property
     def bias_is_tiled(self) -> bool:
-        """Whether the bias is whole tiles of 8 rows and 128 bytes, none of them repeated, which TMA can copy."""
+        """Says whether the bias is whole tiles of 8 rows and 128 bytes, none of them repeated, which TMA can copy."""
         if self.bias is None or self.bias_dtype is None:
             return False
         return self.bias[2] % 8 == 0 and self.bias[3] * self.bias_dtype.itemsize % 128 == 0
 
 
 def operand_names(problem: Attention) -> tuple[str, ...]:
-    """The operands that the problem has, in their order."""
+    """Lists the operands that the problem has, in their order."""
     fields = {name: OPERANDS[name].problem_field for name in Operands._fields}
-    found = [name for name, field in fields.items() if field is None or getattr(problem, field)]
-    return (*found, *["block_tables"] * bool(problem.page_size))
+    names = [name for name, field in fields.items() if field is None or getattr(problem, field)]
+    return (*names, *["block_tables"] * bool(problem.page_size))
 
 
 def problem_of(
@@ -275,7 +298,7 @@ DTYPES = ("float16", "bfloat16")
 
 
 def rule_that_is_data(problem: Attention, who: str) -> str | None:
-    """Why `who`, which takes constants alone, does not take a window or a soft cap that is data."""
+    """Says why `who`, which takes constants alone, does not take a window or a soft cap that is data."""
     for name, what in (("window_sizes", "a window"), ("cap", "a soft cap")):
         if getattr(problem, name):
             return f"{who} {what} that is a constant of the program, and not data"
@@ -283,7 +306,7 @@ def rule_that_is_data(problem: Attention, who: str) -> str | None:
 
 
 def unsupported_reason(problem: Attention, *, widest: int) -> str | None:
-    """Why a kernel for heads up to `widest` does not take the problem, whichever it is."""
+    """Says why a kernel for heads up to `widest` does not take the problem, whichever it is."""
     if problem.dtype.name not in DTYPES:
         return f"kernels take {' and '.join(DTYPES)}; the operands are {problem.dtype.name}"
     if reason := rule_that_is_data(problem, "kernels take"):
@@ -320,6 +343,7 @@ class ForwardConfig:
       ctas_per_sm: CTAs that share an SM.
       packed_heads: query heads of one key head, a power of two, whose queries share a tile's rows.
       splits: parts of the keys. Each is a tile of its own, and the parts' states are merged after the kernel.
+      visits_hidden: tiles that the mask hides are visited too, because to find these takes longer.
     """
 
     block_kv: int
@@ -335,6 +359,7 @@ class ForwardConfig:
     ctas_per_sm: int = 1
     packed_heads: int = 1
     splits: int = 1
+    visits_hidden: bool = False
 
     stages = 2  # `tile_scheduler` relies on it
 
@@ -368,6 +393,7 @@ class BackwardConfig:
       staggered: each tile of keys starts one tile of queries later than the one before it.
       dq_from_registers: dQ is added to global memory from registers, and needs no shared memory. Only unordered.
       head_splits: CTAs that share a group's query heads. XLA sums their dK and dV in float32 after the kernel.
+      visits_hidden: as in `ForwardConfig`.
     """
 
     block_q: int
@@ -382,6 +408,7 @@ class BackwardConfig:
     staggered: bool = False
     dq_from_registers: bool = False
     head_splits: int = 1
+    visits_hidden: bool = False
 
     def __post_init__(self) -> None:
         if self.dq_from_registers and (self.ordered_dq or self.fused_dq_cast):
@@ -408,7 +435,7 @@ class BackwardWideConfig:
       squares: buffers of 64 x 64 float32 in shared memory. With 1, for the probabilities, dQ is added from registers.
         With 3, each warpgroup stores its part of dQ in a buffer of its own. With 2, warpgroup 0 reuses the first.
       dq_columns: columns of dQ that one product has.
-      heads_per_l2_group, ordered_dq, bias_stages, prefetch_scores, head_splits: as in `BackwardConfig`.
+      heads_per_l2_group, ordered_dq, bias_stages, prefetch_scores, head_splits, visits_hidden: as in `BackwardConfig`.
     """
 
     stages: int = 2
@@ -420,6 +447,7 @@ class BackwardWideConfig:
     prefetch_scores: bool = False
     dq_columns: int = 128
     head_splits: int = 1
+    visits_hidden: bool = False
 
     scheduler = "single"
     fused_dq_cast = False

@@ -9,16 +9,28 @@ A row without a key to see has output 0, logsumexp -inf, and no gradient.
 Source: Dao 2023, "FlashAttention-2", arXiv:2307.08691; the merge is Milakov & Gimelshein's, arXiv:1805.02867.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.attention import tiles
 from pallas_kernels.attention.problem import RANK, Operands, Rules, leading, sum_to
-from pallas_kernels.attention.tiles import Arrays, Chunk, by_head, by_key, by_rows, of_rows, scores, spread, weighted
+from pallas_kernels.attention.tiles import (
+    Arrays,
+    Chunk,
+    broadcast_rows,
+    by_head,
+    by_key,
+    by_rows,
+    of_rows,
+    scores,
+    weighted,
+)
 from pallas_kernels.monoid import Stats, combine, decay, decay_to_finite, finite, log_normalizer, nan_or_infinite
-from pallas_kernels.types import accumulator_dtype
+from pallas_kernels.types import Dim, accumulator_dtype
 
 
 def forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
@@ -28,7 +40,7 @@ def forward(operands: Operands, rules: Rules) -> tuple[jax.Array, jax.Array]:
     def rows_of(arrays: Arrays, rows: Chunk) -> tuple[None, Any]:
         def tile(arrays: Arrays, cols: Chunk) -> tuple[Any, None]:
             ops = _tile_operands(arrays, rows, cols)
-            z = tiles.logits(ops, rules, rows, cols).z
+            z = tiles.logits(ops, rules, rows, cols)
             whole = _is_whole_row(rules, cols)
             m, total, weights = _softmax_state(z) if whole else _state(z)
             if whole:
@@ -54,19 +66,19 @@ def _softmax_state(z: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _state(z: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`_softmax_state`, whose maximum is NaN if any is, also where XLA takes it over devices."""
+    """Finds the state as `_softmax_state`; the maximum is NaN if any logit is, also where XLA takes it over devices."""
     m = jax.lax.stop_gradient(z.max(-1, keepdims=True, initial=_lowest(z)))
     weights = decay_to_finite(z, finite(m))
     return *nan_or_infinite(m, weights.sum(-1, keepdims=True)), weights
 
 
 def _is_whole_row(rules: Rules, cols: Chunk) -> bool:
-    """Whether a tile on a GPU has all keys."""
+    """Says whether a tile on a GPU has all keys."""
     return rules.tile is not None and cols.size == cols.length
 
 
 def _see_a_key(operands: Operands, rules: Rules, shape: tuple[int, ...]) -> jax.Array:
-    """Which queries see a key, of a shape like `[*batch, N, T]`."""
+    """Says which queries see a key, of a shape like `[*batch, N, T]`."""
     unmasked = operands.present == ("query", "key", "value") and rules.window == (None, None) and not rules.align_ends
     if unmasked and (rules.causal_offset is None or rules.causal_offset >= 0):
         return jnp.ones(shape, bool)
@@ -79,16 +91,16 @@ def _kept(ops: Operands, weights: jax.Array) -> jax.Array:
     """Clears a tile's weights, `[*batch, K, R, s]`, or their cotangents, where dropout drops them."""
     if ops.keep is None:
         return weights
-    keep = spread(ops.keep.astype(bool), _groups(ops), weights.shape[-2] // _groups(ops))
+    keep = broadcast_rows(ops.keep.astype(bool), _groups(ops), weights.shape[-2] // _groups(ops))
     return jnp.where(keep, weights, jnp.zeros((), weights.dtype))
 
 
 def _at_least_tiny(total: jax.Array) -> jax.Array:
-    """The sum of a row's weights, or a positive number where there are none."""
+    """Returns the sum of a row's weights, or a tiny number where the sum is 0, as a divisor."""
     return jnp.maximum(total, jnp.finfo(total.dtype).tiny)
 
 
-def _finish(state: Any, operands: Operands, length: Any) -> tuple[jax.Array, jax.Array]:
+def _finish(state: tuple[jax.Array, ...], operands: Operands, length: Dim) -> tuple[jax.Array, jax.Array]:
     """Computes output and logsumexp from what the keys left; a sink is one more key, whose value is 0."""
     sees_none = state[1] == 0
     if operands.sinks is not None:
@@ -115,7 +127,7 @@ def backward(
 ) -> tuple[jax.Array, ...]:
     """Computes the gradients of the operands that `shapes` names, each summed to the shape given there."""
     wide = accumulator_dtype(operands.query.dtype)
-    # Where a cotangent is the same for all, an operand that differs has a gradient for each of them all the same.
+    # A cotangent may lack a mapped axis, along which operands that have it need a gradient for each index.
     leads = [leading(getattr(operands, name), name) for name in operands.present]
     full = jnp.broadcast_shapes(*leads, leading(d_out, "out"), leading(d_lse, "lse"))
     d_out, d_lse = (jnp.broadcast_to(x, (*full, *x.shape[-RANK[of] :])) for x, of in ((d_out, "out"), (d_lse, "lse")))
@@ -149,15 +161,24 @@ def backward(
 
 
 def _tile_gradients(
-    arrays: Arrays, rules: Rules, rows: Chunk, cols: Chunk, shapes: dict[str, Any], *, by_row: bool
+    arrays: Arrays, rules: Rules, rows: Chunk, cols: Chunk, shapes: dict[str, tuple[int, ...]], *, by_row: bool
 ) -> Arrays:
     """Computes what a tile adds to the gradients, each with the leading extents and heads of its shape in `shapes`.
 
-    `by_row` says that a row's weights follow from the tile alone.
+    `by_row`: the tile has all keys of its rows, so that their weights follow from the tile alone.
+
+        dZ = P * (dP - delta)    with dP = dO V^T and delta = rowsum(P * dP) - d_lse
+        dS = scale * slope * dZ, dQ = dS K, dK = dS^T Q, dV = P^T dO, dBias = dZ
     """
     ops = _tile_operands(arrays, rows, cols)
     groups, narrow = _groups(ops), ops.query.dtype
-    z, slope, of_cap = tiles.logits(ops, rules, rows, cols)
+    products = scores(by_rows(ops.query, groups), ops.key, rules)
+    # Each index of a leading axis along which only the cotangent differs has its own gradient.
+    products = jnp.broadcast_to(products, (*arrays["d_out"].shape[:-3], *products.shape[-3:]))
+    wanted = {name: getattr(ops, name) for name in tiles.IN_LOGITS if name in shapes}
+    others = {name: jnp.broadcast_to(x, _led(x, name, shapes)).astype(products.dtype) for name, x in wanted.items()}
+    logits = functools.partial(tiles.modified, ops=ops, rules=rules, rows=rows, cols=cols)
+    z, pull = jax.vjp(logits, products, others)
     if by_row:
         # The logsumexp is not read: XLA then computes the forward pass' softmax in one pass over the logits.
         _, total, p = _softmax_state(z)
@@ -166,32 +187,33 @@ def _tile_gradients(
         p = _weights(z, _by_row(arrays["lse"], ops))
     d_p = _kept(ops, scores(by_rows(arrays["d_out"], groups), ops.value, rules))
     delta = _by_row(arrays["delta"], ops)
-    d_z = p * (d_p - ((p * d_p).sum(-1, keepdims=True) + delta if by_row else delta))
-    d_scores = ((d_z if slope is None else d_z * slope) * jnp.asarray(rules.scale, d_z.dtype)).astype(narrow)
-    found: Arrays = {}
+    d_scores, gradients = pull(p * (d_p - ((p * d_p).sum(-1, keepdims=True) + delta if by_row else delta)))
+    d_scores = d_scores.astype(narrow)
     if "query" in shapes:
-        found["query"] = of_rows(weighted(d_scores, ops.key, rules), groups)
+        gradients["query"] = of_rows(weighted(d_scores, ops.key, rules), groups)
     if "key" in shapes:
-        found["key"] = by_key(d_scores, ops.query, rules)
+        gradients["key"] = by_key(d_scores, ops.query, rules)
     if "value" in shapes:
-        found["value"] = by_key(_kept(ops, p).astype(narrow), arrays["d_out"], rules)
-    if "bias" in shapes:
-        found["bias"] = by_head(d_z, groups)
-    found = {name: _summed(x, shapes[name], name) for name, x in found.items()}
-    if "cap" in shapes:
-        # A logit that is not seen may be NaN.
-        of_each = jnp.where(d_z == 0, jnp.zeros_like(d_z), d_z * of_cap)
-        found["cap"] = sum_to(of_each.sum((-3, -2, -1)), shapes["cap"])
-    return found
+        gradients["value"] = by_key(_kept(ops, p).astype(narrow), arrays["d_out"], rules)
+    return {name: sum_to(x, _led(x, name, shapes)) for name, x in gradients.items()}
+
+
+def _led(x: jax.Array, name: str, shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Returns a tile's shape of an operand or gradient, with the leading extents of its shape in `shapes`."""
+    lead = x.ndim - RANK[name]
+    return (*shapes[name][:lead], *x.shape[lead:])
 
 
 def tangent(
     operands: Operands, rules: Rules, out: jax.Array, lse: jax.Array, tangents: Arrays
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the tangents of output and logsumexp for tangents of some operands, by their names."""
+    """Computes the tangents of output and logsumexp for tangents of some operands, by their names.
+
+    They are `d_lse = rowsum(P * dZ)` and `dO = (P * dZ) V + P dV - O * d_lse`.
+    """
     length = operands.query.shape[-3]
     groups = _groups(operands)
-    moving = {f"d_{name}": t for name, t in tangents.items()}
+    d_operands = {f"d_{name}": t for name, t in tangents.items()}
 
     def rows_of(arrays: Arrays, rows: Chunk) -> tuple[None, Any]:
         def tile(arrays: Arrays, cols: Chunk) -> tuple[Any, None]:
@@ -206,29 +228,27 @@ def tangent(
         shape = jnp.broadcast_shapes(d_lse.shape, (*d_sum.shape[:-1], 1))
         return None, (of_rows(d_out, groups), by_head(jnp.broadcast_to(d_lse, shape), groups)[..., 0])
 
-    arrays = _arrays(operands) | dict(out=out, lse=lse) | moving
+    arrays = _arrays(operands) | dict(out=out, lse=lse) | d_operands
     _, (d_out, d_lse) = tiles.over_queries(rows_of, arrays, rules, tiles.SUM)
     return tiles.joined(d_out, -3, length).astype(out.dtype), tiles.joined(d_lse, -1, length).astype(lse.dtype)
 
 
 def _tile_tangents(arrays: Arrays, rules: Rules, rows: Chunk, cols: Chunk) -> tuple[jax.Array, jax.Array]:
-    """Computes `sum(p dz)` and `sum(p dz v + p dv)` over a tile's keys."""
+    """Computes `sum(P dZ)` and `sum(P dZ V + P dV)` over a tile's keys, `dZ = scale * slope * (dQ K + Q dK) + dB`."""
     ops = _tile_operands(arrays, rows, cols)
     groups, narrow = _groups(ops), ops.value.dtype
-    z, slope, of_cap = tiles.logits(ops, rules, rows, cols)
-    p = _weights(z, _by_row(arrays["lse"], ops))
-    moved = _moved(arrays, ops, rows, cols)
-    d_z = jnp.zeros_like(p)
+    products, moved = scores(by_rows(ops.query, groups), ops.key, rules), _moved(arrays, ops, rows, cols)
+    d_products = jnp.zeros_like(products)
     if "query" in moved:
-        d_z = d_z + scores(by_rows(moved["query"], groups), ops.key, rules)
+        d_products = d_products + scores(by_rows(moved["query"], groups), ops.key, rules)
     if "key" in moved:
-        d_z = d_z + scores(by_rows(ops.query, groups), moved["key"], rules)
-    d_z = (d_z if slope is None else d_z * slope) * jnp.asarray(rules.scale, p.dtype)
-    if "cap" in moved:
-        of_each = jnp.where(p == 0, jnp.zeros_like(p), of_cap)
-        d_z = d_z + of_each * moved["cap"][..., None, None, None].astype(p.dtype)
-    if "bias" in moved:
-        d_z = d_z + spread(moved["bias"], groups, rows.size).astype(p.dtype)
+        d_products = d_products + scores(by_rows(ops.query, groups), moved["key"], rules)
+    products = jnp.broadcast_to(products, d_products.shape)
+    of_others = {name: moved[name].astype(products.dtype) for name in tiles.IN_LOGITS if name in moved}
+    others = {name: jnp.broadcast_to(getattr(ops, name), t.shape).astype(t.dtype) for name, t in of_others.items()}
+    logits = functools.partial(tiles.modified, ops=ops, rules=rules, rows=rows, cols=cols)
+    z, d_z = jax.jvp(logits, (products, others), (d_products, of_others))
+    p = _weights(z, _by_row(arrays["lse"], ops))
     of_each = p * d_z
     d_sum = weighted(_kept(ops, of_each).astype(narrow), ops.value, rules)
     if "value" in moved:
@@ -239,12 +259,12 @@ def _tile_tangents(arrays: Arrays, rules: Rules, rows: Chunk, cols: Chunk) -> tu
 def weights(operands: Operands, rules: Rules, lse: jax.Array) -> jax.Array:
     """Computes the attention weights themselves, `[*batch, N, T, S]` in the dtype of accumulation."""
     ops, rows, cols = _whole(operands)
-    z = tiles.logits(ops, rules, rows, cols).z
+    z = tiles.logits(ops, rules, rows, cols)
     return by_head(_weights(z, _by_row(lse, ops)), _groups(ops))
 
 
 def _whole(operands: Operands) -> tuple[Operands, Chunk, Chunk]:
-    """The operands of the one tile that is everything."""
+    """Returns the operands of the one tile that has all queries and keys."""
     rows, cols = (Chunk(0, n, n) for n in (operands.query.shape[-3], operands.key.shape[-3]))
     return _tile_operands(_arrays(operands), rows, cols), rows, cols
 
@@ -291,25 +311,17 @@ def _joined(name: str, gradient: jax.Array, operands: Operands) -> jax.Array:
     return gradient
 
 
-def _summed(x: jax.Array, shape: tuple[int, ...], name: str) -> jax.Array:
-    """`x` summed over what the operand is broadcast along; the axes of tiles keep the tile's extent."""
-    core = x.shape[-3:]
-    if name == "bias":
-        core = tuple(1 if wanted == 1 else n for n, wanted in zip(core, shape[-3:], strict=True))
-    return sum_to(x, (*shape[:-3], *core))
-
-
 def _groups(operands: Operands) -> int:
-    """How many query heads read a key head."""
+    """Says how many query heads read a key head."""
     return operands.query.shape[-2] // operands.key.shape[-2]
 
 
 def _by_row(x: jax.Array, operands: Operands) -> jax.Array:
     """Brings `[*batch, N, t]` into the form `[*batch, K, R, 1]`."""
-    return spread(x[..., None], _groups(operands), x.shape[-1])
+    return broadcast_rows(x[..., None], _groups(operands), x.shape[-1])
 
 
-def _lowest(z: jax.Array) -> Any:
+def _lowest(z: jax.Array) -> np.floating:
     """Gives the least finite number: the maximum of a row that sees no key, against which its weights are 0."""
     return jnp.finfo(z.dtype).min
 
@@ -319,12 +331,12 @@ def _weights(z: jax.Array, lse: jax.Array) -> jax.Array:
     return decay_to_finite(z, jnp.maximum(lse, _lowest(z)))
 
 
-def _sink_rows(operands: Operands, length: Any) -> jax.Array:
+def _sink_rows(operands: Operands, length: Dim) -> jax.Array:
     """Spreads the sinks as logits of a chunk's rows, `[*batch, K, R, 1]`."""
     wide = accumulator_dtype(operands.query.dtype)
-    return spread(operands.sinks.astype(wide)[..., None, None], _groups(operands), length)
+    return broadcast_rows(operands.sinks.astype(wide)[..., None, None], _groups(operands), length)
 
 
-def _sink_weights(operands: Operands, lse: jax.Array, length: Any) -> jax.Array:
+def _sink_weights(operands: Operands, lse: jax.Array, length: Dim) -> jax.Array:
     """Computes the sinks' probabilities, `[*batch, K, R, 1]`; 0 in a row that sees no key."""
     return jnp.where(lse == -jnp.inf, jnp.zeros((), lse.dtype), decay(_sink_rows(operands, length), lse))

@@ -4,9 +4,11 @@ A static scheduler assigns tiles by a table, longest first. A dynamic one takes 
 work of a tile depends on data. A record says what the warpgroups need to know of a tile.
 
 Warpgroup 0 publishes record `t + LOOKAHEAD` in its first step of tile `t`. The pipeline, of two stages, orders a record
-before its readers: a warpgroup that has waited for the stage behind tile `t`, or for any of its steps but the first,
-knows that all warps have released the last step before tile `t`, or a later one, and so that record `t + 1` is written;
-the warp that refills a stage after the last step of tile `t` knows that `t + 2` is, too.
+before its readers:
+- A warpgroup that has waited for any step of tile `t` but the first sees record `t + 1`.
+- A warpgroup that has waited for the stage behind tile `t` sees record `t + 1`. In both cases all warps have released
+  the last step before tile `t`, or a later one.
+- The warp that refills a stage after the last step of tile `t` sees record `t + 2`.
 """
 
 import functools
@@ -26,6 +28,7 @@ from jaxlib.mlir.dialects import arith, memref
 from pallas_kernels.attention.mask import tile_kv_range
 from pallas_kernels.attention.problem import Attention, ForwardConfig
 from pallas_kernels.mosaic import ptx, reduce
+from pallas_kernels.mosaic.ptx import Index
 
 LOOKAHEAD = 2  # tiles
 NO_TILE = -1
@@ -34,11 +37,11 @@ RECORDS = 8  # a power of two; a warpgroup may still read the record of two tile
 
 
 def rows(fields: int) -> int:
-    """Rows of two integers, each as large as a barrier, that the ring of records of `fields` integers takes."""
+    """Counts the rows, of two integers as a barrier has, that the ring of records of `fields` integers takes."""
     return RECORDS * 2 * -(-fields // 4)
 
 
-def publish(tile_smem: jax.Ref, t: Any, record: Sequence[Any]) -> None:
+def publish(tile_smem: jax.Ref, t: Index, record: Sequence[Index]) -> None:
     """The calling warpgroup writes the record of the CTA's tile `t`."""
     record = [jnp.int32(x) for x in record]
     record += [record[0]] * (-len(record) % 4)
@@ -55,8 +58,8 @@ def publish(tile_smem: jax.Ref, t: Any, record: Sequence[Any]) -> None:
     ptx.inline(store_record, tile_smem.at[pl.ds(_slot(t) * rows, rows)], *record)
 
 
-def read(tile_smem: jax.Ref, t: Any, *, uniform: bool = True, fields: int | None = None) -> tuple[jax.Array, ...]:
-    """The record of the CTA's tile `t`, or its first fields, in uniform registers unless one warp alone reads it."""
+def read(tile_smem: jax.Ref, t: Index, *, uniform: bool = True, fields: int | None = None) -> tuple[jax.Array, ...]:
+    """Reads the record of the CTA's tile `t`, or its first fields; `uniform` unless one warp alone reads it."""
     size, columns = tile_smem.shape[0] // RECORDS, tile_smem.shape[1]
     rows = size if fields is None else fields // columns
 
@@ -93,7 +96,12 @@ def fetch_tile(tile_counter: jax.Ref) -> jax.Array:
     return ptx.inline(fetch_next_tile, tile_counter, result=ptx.INTEGER)
 
 
-def call(kernel: Callable[..., Any], ctas: int, out_type: Any, *operands: Any) -> Any:
+def call(
+    kernel: Callable[..., Sequence[jax.Array]],
+    ctas: int,
+    out_type: Sequence[jax.ShapeDtypeStruct],
+    *operands: jax.Array,
+) -> list[jax.Array]:
     """Calls a kernel with a tile counter, which `vmap` does not share between the calls that it makes of one."""
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
@@ -102,7 +110,7 @@ def call(kernel: Callable[..., Any], ctas: int, out_type: Any, *operands: Any) -
     return sequential_vmap(run)(*operands)
 
 
-def _slot(t: Any) -> jax.Array:
+def _slot(t: Index) -> jax.Array:
     return lax.rem(jnp.int32(t), RECORDS)
 
 
@@ -151,7 +159,7 @@ def _order(problem: Attention, config: ForwardConfig) -> _Order:
 
 @functools.lru_cache(maxsize=64)
 def order(problem: Attention, config: ForwardConfig) -> tuple[np.ndarray, np.ndarray]:
-    """The tiles of queries in the order in which to start them, and how many tiles of keys each sees.
+    """Returns the tiles of queries in the order in which they start, and the number of tiles of keys that each sees.
 
     A tile is `(batch * query_heads + head) * tiles of a head + tile of the head`, with packs of heads for heads, and a
     tile of the head `tile of queries * splits + split`.

@@ -7,38 +7,30 @@ the product; it would copy heads before positions first.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
-from pallas_kernels.attention.problem import OPERANDS, UNBOUNDED, Operands, Rules
+from pallas_kernels.attention.problem import DIFFERENTIABLE, OPERANDS, UNBOUNDED, Operands, Rules
 from pallas_kernels.monoid import combine
-from pallas_kernels.types import accumulator_dtype, varying_like
+from pallas_kernels.types import Dim, Index, accumulator_dtype, varying_like
 
 CHUNK = 512  # a tile's logits are at most a quarter of a million numbers for each head, whatever the lengths
 FEW_ROWS = 32  # so many rows of all heads together are multiplied with every head's keys, see `_is_few`
 
 QUERY_AXIS = {name: x.query_axis for name, x in OPERANDS.items() if x.query_axis is not None} | {"delta": -1}
 KEY_AXIS = {name: x.key_axis for name, x in OPERANDS.items() if x.key_axis is not None}
-
-
-class Logits(NamedTuple):
-    """A tile's logits, -inf where the key is not seen, and their derivatives.
-
-    `slope` is the derivative by the scaled product (None: 1), and `of_cap` that by a soft cap that is data.
-    """
-
-    z: jax.Array
-    slope: jax.Array | None
-    of_cap: jax.Array | float
+# The operands beside queries and keys by which logits have derivatives; sinks are logits of their own.
+IN_LOGITS = tuple(name for name in DIFFERENTIABLE if name not in ("query", "key", "value", "sinks"))
 
 
 class Chunk(NamedTuple):
     """A chunk of a length: its first index, and the length."""
 
-    first: Any
+    first: Index
     size: int
     length: int
 
@@ -87,7 +79,7 @@ def by_key(weights: jax.Array, queries: jax.Array, rules: Rules) -> jax.Array:
 
 
 def _is_few(rows: jax.Array, rules: Rules) -> bool:
-    """Whether rows, or their weights, are so few that copying the keys head by head would take longer than products.
+    """Says whether rows, or weights, are so few that copying keys head by head would take longer than products.
 
     Then every row meets the keys of every head, which lie in memory as they come, and its own head's are kept. A GPU's
     products read the keys of a head where they lie.
@@ -130,7 +122,7 @@ def _split(x: jax.Array, groups: int) -> jax.Array:
     return x.reshape(*x.shape[:-2], x.shape[-2] // groups, groups, x.shape[-1])
 
 
-def spread(x: jax.Array, groups: int, length: int) -> jax.Array:
+def broadcast_rows(x: jax.Array, groups: int, length: int) -> jax.Array:
     """Works as `by_rows` on `[*batch, N, t, n]`, whose N and t may be 1; R is 1 if both are."""
     x = jnp.swapaxes(grouped(x, groups, -3), -3, -2)
     if x.shape[-3:-1] != (1, 1):
@@ -144,36 +136,66 @@ def _merged(x: jax.Array) -> jax.Array:
 
 
 def without_padding(x: jax.Array, lengths: jax.Array | None, chunk: Chunk) -> jax.Array:
-    """`[*batch, t, heads, H]` with zeros beyond the lengths, where there may be anything, NaN too."""
+    """Puts zeros into `[*batch, t, heads, H]` beyond the lengths, where there may be anything, NaN too."""
     if lengths is None:
         return x
     inside = chunk.along(-1, lengths.ndim + 1) < lengths[..., None]
     return jnp.where(inside[..., None, None], x, jnp.zeros((), x.dtype))
 
 
-def logits(ops: Operands, rules: Rules, rows: Chunk, cols: Chunk) -> Logits:
-    """The logits of a tile whose operands are `ops`."""
-    wide = accumulator_dtype(ops.query.dtype)
+def logits(ops: Operands, rules: Rules, rows: Chunk, cols: Chunk) -> jax.Array:
+    """Computes the logits of a tile whose operands are `ops`; -inf where a query does not see a key."""
     groups = ops.query.shape[-2] // ops.key.shape[-2]
-    z = scores(by_rows(ops.query, groups), ops.key, rules) * jnp.asarray(rules.scale, wide)
-    slope, of_cap = None, 0.0
-    cap = rules.soft_cap if ops.cap is None else ops.cap[..., None, None, None]
-    if cap is not None:
-        cap = jnp.asarray(cap, wide)
-        bent = jnp.tanh(z / cap)
-        slope = 1 - bent * bent
-        of_cap = 0.0 if ops.cap is None else bent - jnp.where(slope == 0, jnp.zeros_like(z), z / cap * slope)
-        z = cap * bent
+    return modified(scores(by_rows(ops.query, groups), ops.key, rules), {}, ops, rules, rows, cols)
+
+
+def modified(
+    products: jax.Array, others: Mapping[str, jax.Array], ops: Operands, rules: Rules, rows: Chunk, cols: Chunk
+) -> jax.Array:
+    """Computes a tile's logits from the products of queries and keys; `others` take the place of those in `ops`.
+
+    Derivatives are JAX's own of this function, so an operand that enters here has them.
+    """
+    ops = ops._replace(**others)
+    wide, groups = products.dtype, ops.query.shape[-2] // ops.key.shape[-2]
+    z, seen = products * jnp.asarray(rules.scale, wide), visible(ops, rules, rows, cols)
+    seen = None if seen is None else broadcast_rows(seen, groups, rows.size)
+    if ops.cap is not None:
+        # The cap's gradient is a sum over all logits, of which one that is not seen may be NaN.
+        z = z if seen is None else jnp.where(seen, z, jnp.zeros_like(z))
+        z = capped(z, ops.cap[..., None, None, None].astype(wide))
+    elif rules.soft_cap is not None:
+        z = capped(z, jnp.asarray(rules.soft_cap, wide))
     if ops.bias is not None:
-        z = z + spread(ops.bias, groups, rows.size).astype(wide)
-    seen = visible(ops, rules, rows, cols)
-    if seen is not None:
-        z = jnp.where(spread(seen, groups, rows.size), z, jnp.asarray(-jnp.inf, wide))
-    return Logits(z, slope, of_cap)
+        z = z + broadcast_rows(ops.bias, groups, rows.size).astype(wide)
+    return z if seen is None else jnp.where(seen, z, jnp.asarray(-jnp.inf, wide))
+
+
+@jax.custom_jvp
+def capped(z: jax.Array, cap: jax.Array) -> jax.Array:
+    """Computes `cap * tanh(z / cap)`."""
+    return cap * jnp.tanh(z / cap)
+
+
+def _capped_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns `dz * (1 - t^2) + dcap * (t - z / cap * (1 - t^2))`, with `t = tanh(z / cap)`; 0 times inf is 0."""
+    (z, cap), (d_z, d_cap) = primals, tangents
+    bent = jnp.tanh(z / cap)
+    slope = 1 - bent * bent
+    tangent = d_z if type(d_z) is SymbolicZero else d_z * slope
+    if type(d_cap) is not SymbolicZero:
+        of_cap = bent - jnp.where(slope == 0, jnp.zeros_like(z), z / cap * slope)
+        tangent = d_cap * of_cap if type(d_z) is SymbolicZero else tangent + d_cap * of_cap
+    return cap * bent, tangent
+
+
+capped.defjvp(_capped_jvp, symbolic_zeros=True)
 
 
 def visible(ops: Operands, rules: Rules, rows: Chunk, cols: Chunk) -> jax.Array | None:
-    """Which queries of a tile see which keys, `[*batch, N|1, t|1, s|1]`; None: all see all."""
+    """Says which queries of a tile see which keys, `[*batch, N|1, t|1, s|1]`; None: all see all."""
     rank = ops.query.ndim
     i, j = rows.along(-2, rank), cols.along(-1, rank)
     left, right = rules.window
@@ -204,8 +226,8 @@ def visible(ops: Operands, rules: Rules, rows: Chunk, cols: Chunk) -> jax.Array 
     return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
 
-def _ends_apart(ops: Operands, rows: Chunk, cols: Chunk) -> Any:
-    """How many more keys than queries each sequence has, `[*batch, 1, 1, 1]`."""
+def _ends_apart(ops: Operands, rows: Chunk, cols: Chunk) -> Index:
+    """Returns each sequence's count of keys less its count of queries, `[*batch, 1, 1, 1]`."""
     counts = [
         chunk.length if lengths is None else jnp.minimum(lengths, chunk.length)[..., None, None, None]
         for lengths, chunk in ((ops.key_lengths, cols), (ops.query_lengths, rows))
@@ -220,7 +242,7 @@ class Monoid(NamedTuple):
     merge: Callable[[Any, Any], Any]
 
 
-def _empty(shapes: Any) -> Any:
+def _empty(shapes: Sequence[jax.ShapeDtypeStruct]) -> tuple[jax.Array, ...]:
     maximum, *sums = shapes
     return (jnp.full(maximum.shape, -jnp.inf, maximum.dtype), *(jnp.zeros(x.shape, x.dtype) for x in sums))
 
@@ -254,7 +276,7 @@ def over_keys(tile: Tile, arrays: Arrays, rules: Rules, monoid: Monoid) -> tuple
     return _over(tile, arrays, monoid, KEY_AXIS, arrays["key"].shape[-3], most)
 
 
-def _over(tile: Tile, arrays: Arrays, monoid: Monoid, axes: dict[str, int], length: Any, most: int) -> tuple[Any, Any]:
+def _over(tile: Tile, arrays: Arrays, monoid: Monoid, axes: dict[str, int], length: Dim, most: int) -> tuple[Any, Any]:
     """Makes chunks of equal size, `most` at most: 513 are two of 257 and not two of 512."""
     if not isinstance(length, int) or length <= most:
         state, out = tile(arrays, Chunk(0, length, length))
@@ -279,7 +301,7 @@ def _over(tile: Tile, arrays: Arrays, monoid: Monoid, axes: dict[str, int], leng
     return jax.lax.scan(step, varying_like(monoid.identity(state), arrays), (firsts, pieces))
 
 
-def joined(stacked: jax.Array, axis: int, length: Any) -> jax.Array:
+def joined(stacked: jax.Array, axis: int, length: Dim) -> jax.Array:
     """Chunks stacked in front by a loop, as one array along `axis` (of a chunk, counted from the end)."""
     if stacked.shape[0] == 1:
         return stacked[0]
@@ -290,7 +312,7 @@ def joined(stacked: jax.Array, axis: int, length: Any) -> jax.Array:
 
 
 def is_cut(name: str, x: jax.Array, axes: dict[str, int]) -> bool:
-    """Whether an operand, or its gradient, comes in pieces along a length; else it belongs to every chunk."""
+    """Says whether an operand, or its gradient, comes in pieces along a length; else it belongs to every chunk."""
     return _kind(name) in axes and x.shape[axes[_kind(name)]] != 1
 
 
@@ -300,7 +322,7 @@ def _kind(name: str) -> str:
 
 
 def _pieces(x: jax.Array, axis: int, count: int, size: int) -> jax.Array:
-    """`[..., length, ...]` as `[count, ..., size, ...]`, zeros at the end."""
+    """Cuts `[..., length, ...]` into `[count, ..., size, ...]`, with zeros at the end."""
     at = axis + x.ndim
     short = count * size - x.shape[at]
     if short:

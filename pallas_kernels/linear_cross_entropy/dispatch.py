@@ -19,7 +19,7 @@ _FAVOURED = 0.9  # of the largest group's time: fewer tiles to a group have more
 
 
 def config(problem: Problem, device: Device) -> Config:
-    """The largest group of tiles of columns, or a smaller one that leaves fewer SMs idle."""
+    """Chooses the largest group of tiles of columns, or a smaller one that leaves fewer SMs idle."""
     largest = Config()
     smaller = [dataclasses.replace(largest, group=n) for n in (largest.group // 2, 1)]
     best = min(smaller, key=lambda config: _tiles_in_turn(problem, config, device))
@@ -41,7 +41,7 @@ def left_to_xla(problem: Problem, device: Device) -> str | None:
 
 
 def _tiles_in_turn(problem: Problem, config: Config, device: Device) -> int:
-    """How many tiles one CTA computes, one after another."""
+    """Says how many tiles one CTA computes, one after another."""
     groups = -(-problem.tokens // config.tokens) * -(-problem.vocabulary // (config.group * config.columns))
     return -(-groups // device.sm_count) * config.group
 
@@ -50,7 +50,7 @@ def _configs(problem: Problem, device: Device) -> tuple[Config, ...]:
     return (config(problem, device),)
 
 
-_KERNEL = Kernel("linear_cross_entropy", forward.unsupported, _configs, forward.run)
+_KERNEL = Kernel("linear_cross_entropy", forward.unsupported, _configs, forward.launch)
 KERNELS = {_KERNEL.name: _KERNEL}
 
 

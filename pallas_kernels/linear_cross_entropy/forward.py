@@ -16,6 +16,7 @@ Sources: Milakov & Gimelshein 2018, arXiv:1805.02867; Wijmans et al. 2024, arXiv
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ from jax import lax
 from pallas_kernels import hardware, monoid
 from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import fast_math, ptx, reduce, votes
+from pallas_kernels.mosaic.pipeline import LeaderStages, Scratch
 from pallas_kernels.mosaic.ptx import ROW, WGMMA
 from pallas_kernels.mosaic.wgmma import tiled
 
@@ -78,7 +80,7 @@ class Config:
 
 
 def unsupported(problem: Problem, device: Device) -> str | None:
-    """Why the kernel does not take the problem."""
+    """Says why the kernel does not take the problem."""
     config = Config()
     if problem.dtype not in (jnp.bfloat16, jnp.float16):
         return f"the kernel multiplies 16-bit floats, and the operands are {problem.dtype}"
@@ -101,64 +103,110 @@ def unsupported(problem: Problem, device: Device) -> str | None:
 
 
 def num_values(problem: Problem) -> int:
-    """How many numbers a group of tiles has of each token."""
+    """Says how many numbers a group of tiles has of each token."""
     return 3 + problem.entropy
 
 
-def _place(config: Config, shape: tuple[int, int], group: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Places a group among tiles of tokens and groups of columns: in bands of tokens, column by column."""
-    rows, columns = shape
-    band, within = jnp.divmod(group, jnp.int32(config.band * columns))
-    first = band * config.band
-    height = jnp.minimum(rows - first, config.band)
-    column = lax.div(within, height)
-    return first + within - column * height, column
+@dataclasses.dataclass(frozen=True)
+class _Cta:
+    """The problem, `shape` tiles of tokens and groups of columns for `ctas` CTAs, and references by their names."""
+
+    problem: Problem
+    config: Config
+    shape: tuple[int, int]
+    ctas: int
+    refs: SimpleNamespace
+
+    @property
+    def steps(self) -> int:
+        """Steps of a tile."""
+        return self.problem.embedding // self.config.depth
+
+    def group_coord(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Places the CTA's `i`th group among tiles of tokens and groups: in bands of tokens, column by column."""
+        rows, columns = self.shape
+        band, within = jnp.divmod(lax.axis_index("cta") + i * self.ctas, jnp.int32(self.config.band * columns))
+        first = band * self.config.band
+        height = jnp.minimum(rows - first, self.config.band)
+        column = lax.div(within, height)
+        return first + within - column * height, column
+
+    def tokens(self, row: jax.Array) -> pl.Slice:
+        """Slices the warpgroup's tokens of a tile."""
+        return pl.ds(row * self.config.tokens + lax.axis_index("warpgroup") * ROWS, ROWS)
 
 
-def _copy(refs: Any, static: Any, step: jax.Array) -> None:
-    """Issues the copies of a step into its stage."""
-    problem, config, shape, ctas = static
-    steps = problem.embedding // config.depth
-    tile, k = lax.div(step, steps), lax.rem(step, steps)
+def _scratch(problem: Problem, config: Config) -> Scratch:
+    """Lays out shared memory by name: stages of both factors, their barriers, and weights on their way out."""
+    smem = lambda *shape: tiled((config.stages, *shape), problem.dtype)
+    stores = {"weights_smem": tiled((WARPGROUPS, _STORES, ROWS, _PART), problem.dtype)} if problem.weights else {}
+    return stores | {
+        "hidden_smem": smem(config.tokens, config.depth),
+        "weight_smem": smem(*((config.columns, config.depth)[:: 1 if problem.transposed else -1])),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
+        "empty": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages),
+    }
+
+
+def _fill(cta: _Cta, n: jax.Array) -> None:
+    """Issues the copies of the CTA's step `n`: some columns of the embedding, of a tile's tokens and vocabulary."""
+    problem, config, refs = cta.problem, cta.config, cta.refs
+    tile, k = lax.div(n, cta.steps), lax.rem(n, cta.steps)
     group, within = lax.div(tile, config.group), lax.rem(tile, config.group)
-    row, column = _place(config, shape, lax.axis_index("cta") + group * ctas)
+    row, column = cta.group_coord(group)
     # Tiles past the end read the last tile again: a copy's start has to be a known multiple of the tile.
     column = jnp.minimum(column * config.group + within, (problem.vocabulary - 1) // config.columns)
-    slot = lax.rem(step, config.stages)
+    stage = lax.rem(n, config.stages)
     tokens, depth = pl.ds(row * config.tokens, config.tokens), pl.ds(k * config.depth, config.depth)
     columns = pl.ds(column * config.columns, config.columns)
-    weight = refs["weight"].at[*((columns, depth) if problem.transposed else (depth, columns))]
-    plgpu.copy_gmem_to_smem(refs["hidden"].at[tokens, depth], refs["hidden_smem"].at[slot], refs["full"].at[slot])
-    plgpu.copy_gmem_to_smem(weight, refs["weight_smem"].at[slot], refs["full"].at[slot])
+    weight = refs.weight.at[*((columns, depth) if problem.transposed else (depth, columns))]
+    plgpu.copy_gmem_to_smem(refs.hidden.at[tokens, depth], refs.hidden_smem.at[stage], refs.full.at[stage])
+    plgpu.copy_gmem_to_smem(weight, refs.weight_smem.at[stage], refs.full.at[stage])
 
 
-def _multiply(refs: Any, static: Any, first: jax.Array, total: jax.Array, acc: Any) -> None:
-    """The mainloop of a tile whose first step is `first`, of `total` steps that the CTA has."""
-    problem, config, _, _ = static
-    warpgroup = lax.axis_index("warpgroup")
+def _compute(cta: _Cta, stages: LeaderStages, warpgroup: jax.Array, n: jax.Array, acc: Any) -> None:
+    """Adds the product of step `n` to the logits of a warpgroup's tokens."""
+    stage, own = stages.wait(n), pl.ds(warpgroup * ROWS, ROWS)
+    weight = cta.refs.weight_smem.at[stage]
+    weight = weight.transpose((1, 0)) if cta.problem.transposed else weight
+    plgpu.wgmma(acc, cta.refs.hidden_smem.at[stage, own], weight)
+    plgpu.wgmma_wait(1)  # The product of the step before has ended, and its stage is free.
+    stages.release_before(n, warpgroup)
 
-    @pl.loop(0, problem.embedding // config.depth)
-    def _(k):
-        step = first + k
-        slot = lax.rem(step, config.stages)
-        plgpu.barrier_wait(refs["full"].at[slot])
-        mine, weight = pl.ds(warpgroup * ROWS, ROWS), refs["weight_smem"].at[slot]
-        weight = weight.transpose((1, 0)) if problem.transposed else weight
-        plgpu.wgmma(acc, refs["hidden_smem"].at[slot, mine], weight)
-        # The product of the step before has ended, and its stage is free.
-        plgpu.wgmma_wait(1)
-        before = lax.rem(step + (config.stages - 1), config.stages)
 
-        @pl.when(step > 0)
-        def _():
-            plgpu.barrier_arrive(refs["empty"].at[before])
-
-            @pl.when((warpgroup == 0) & (step + config.stages - 1 < total))
-            def _():
-                plgpu.barrier_wait(refs["empty"].at[before])
-                _copy(refs, static, step + config.stages - 1)
-
-    plgpu.wgmma_wait(0)
+def _finish(cta: _Cta, row: jax.Array, column: jax.Array, x: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the states of a tile's rows: maximum, sum, label's logit, for the entropy a sum of weighted logits."""
+    problem, config, refs = cta.problem, cta.config, cta.refs
+    z = x if problem.scale == 1.0 else x * problem.scale
+    if problem.soft_cap is not None:
+        z = problem.soft_cap * fast_math.tanh_16bit(z * (1.0 / problem.soft_cap))
+    first = column * config.columns
+    last = problem.vocabulary - 1 - first if problem.vocabulary % (config.group * config.columns) else None
+    label = plgpu.load(refs.labels.at[cta.tokens(row)], layout=ROW, optimized=False) - first
+    if last is not None:
+        label = ptx.where(label <= last, label, jnp.full_like(label, -1))
+        z = lax.cond(last < config.columns - 1, lambda z: _own_columns(z, last), lambda z: z, z)
+    # In parts, of which few are in registers beside the logits.
+    parts = {start: z[:, start : start + _PART] for start in range(0, config.columns, _PART)}
+    if problem.weights == "rows":
+        maximum = plgpu.load(refs.references.at[cta.tokens(row)], layout=ROW, optimized=False)
+    else:
+        maximum = functools.reduce(jnp.maximum, parts.values()).max(axis=1)
+    label_logit = _label_logit(parts, label)
+    by_row = lambda value: lax.broadcast_in_dim(value, parts[0].shape, [0])
+    sums = [jnp.zeros_like(parts[0])] * (1 + problem.entropy)
+    for start, part in parts.items():
+        weights = monoid.decay(part, by_row(maximum), exp=fast_math.exp_16bit)
+        if problem.weights:
+            _store(cta, row, first + start, weights, part)
+        terms = [weights]
+        if problem.entropy:
+            terms.append(ptx.where(weights == 0.0, jnp.zeros_like(part), weights * part))
+        sums = [total + term for total, term in zip(sums, terms, strict=True)]
+    if problem.weights == "tiles":
+        refs.maxima.at[column, cta.tokens(row)][...] = maximum
+    total, *entropy_sum = (part.sum(axis=1) for part in sums)
+    return maximum, total, label_logit, *entropy_sum
 
 
 def _own_columns(z: jax.Array, last: jax.Array) -> jax.Array:
@@ -180,68 +228,28 @@ def _label_logit(parts: dict[int, jax.Array], label: jax.Array) -> jax.Array:
 
     # Few tiles have a label of any of a warp's rows.
     is_here = (label >= 0) & (label < sum(part.shape[1] for part in parts.values()))
-    return lax.cond(votes.warp_any(is_here), pick, lambda: _row_numbers(0.0))
+    return lax.cond(votes.warp_any(is_here), pick, lambda: _row_values(0.0))
 
 
-def _row_numbers(value: float) -> jax.Array:
+def _row_values(value: float) -> jax.Array:
     return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
 
 
-def _states(refs: Any, static: Any, row: jax.Array, column: jax.Array, x: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the states of a tile's rows: maximum, sum, label's logit, for the entropy a sum of weighted logits."""
-    problem, config, _, _ = static
-    z = x if problem.scale == 1.0 else x * problem.scale
-    if problem.soft_cap is not None:
-        z = problem.soft_cap * fast_math.tanh_16bit(z * (1.0 / problem.soft_cap))
-    first = column * config.columns
-    last = problem.vocabulary - 1 - first if problem.vocabulary % (config.group * config.columns) else None
-    label = plgpu.load(refs["labels"].at[_tokens(config, row)], layout=ROW, optimized=False) - first
-    if last is not None:
-        label = ptx.where(label <= last, label, jnp.full_like(label, -1))
-        z = lax.cond(last < config.columns - 1, lambda z: _own_columns(z, last), lambda z: z, z)
-    # In parts, of which few are in registers beside the logits.
-    parts = {start: z[:, start : start + _PART] for start in range(0, config.columns, _PART)}
-    if problem.weights == "rows":
-        maximum = plgpu.load(refs["references"].at[_tokens(config, row)], layout=ROW, optimized=False)
-    else:
-        maximum = functools.reduce(jnp.maximum, parts.values()).max(axis=1)
-    label_logit = _label_logit(parts, label)
-    by_row = lambda value: lax.broadcast_in_dim(value, parts[0].shape, [0])
-    sums = [jnp.zeros_like(parts[0])] * (1 + problem.entropy)
-    for start, part in parts.items():
-        weights = monoid.decay(part, by_row(maximum), exp=fast_math.exp_16bit)
-        if problem.weights:
-            _store(refs, static, row, first + start, weights, part)
-        terms = [weights]
-        if problem.entropy:
-            terms.append(ptx.where(weights == 0.0, jnp.zeros_like(part), weights * part))
-        sums = [total + term for total, term in zip(sums, terms, strict=True)]
-    if problem.weights == "tiles":
-        refs["maxima"].at[column, _tokens(config, row)][...] = maximum
-    total, *spread = (part.sum(axis=1) for part in sums)
-    return maximum, total, label_logit, *spread
-
-
-def _store(refs: Any, static: Any, row: jax.Array, first: jax.Array, weights: jax.Array, z: jax.Array) -> None:
+def _store(cta: _Cta, row: jax.Array, first: jax.Array, weights: jax.Array, z: jax.Array) -> None:
     """Issues the copy of a part's weights, times the soft cap's slope, to the columns from `first` on.
 
     Nothing is stored past the last column.
     """
-    problem, config, _, _ = static
+    problem, refs = cta.problem, cta.refs
     if problem.soft_cap is not None:
         relative = z * (1.0 / problem.soft_cap)
         weights = weights * (1.0 - relative * relative)
     slot = lax.rem(lax.div(first, _PART), _STORES)
-    stage = refs["weights_smem"].at[lax.axis_index("warpgroup"), slot]
+    stage = refs.weights_smem.at[lax.axis_index("warpgroup"), slot]
     plgpu.wait_smem_to_gmem(_STORES - 1, wait_read_only=True)
     stage[...] = weights.astype(problem.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(stage, refs["weights"].at[_tokens(config, row), pl.ds(first, _PART)])
-
-
-def _tokens(config: Config, row: jax.Array) -> Any:
-    """Returns the warpgroup's tokens of a tile."""
-    return pl.ds(row * config.tokens + lax.axis_index("warpgroup") * ROWS, ROWS)
+    plgpu.copy_smem_to_gmem(stage, refs.weights.at[cta.tokens(row), pl.ds(first, _PART)])
 
 
 def _merge(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -251,50 +259,37 @@ def _merge(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Arra
     return maximum, total, a[2] + b[2], *rest
 
 
-def _body(*refs: jax.Ref, names: tuple[str, ...], static: Any) -> None:
-    problem, config, shape, ctas = static
-    of = dict(zip(names, refs, strict=True))
-    me, steps = lax.axis_index("cta"), problem.embedding // config.depth
-    groups = lax.div(shape[0] * shape[1] - me + ctas - 1, ctas)
+def _body(*refs: jax.Ref, names: tuple[str, ...], **static: Any) -> None:
+    cta = _Cta(**static, refs=SimpleNamespace(**dict(zip(names, refs, strict=True))))
+    problem, config, shape = cta.problem, cta.config, cta.shape
+    groups = lax.div(shape[0] * shape[1] - lax.axis_index("cta") + cta.ctas - 1, cta.ctas)
     if problem.weights == "tiles":
-        groups = ptx.where(of["needed"][0] != 0, groups, 0)
-    total = groups * (config.group * steps)
-
-    @pl.when(lax.axis_index("warpgroup") == 0)
-    def _():
-        for step in range(config.stages):
-            pl.when(step < total)(functools.partial(_copy, of, static, jnp.int32(step)))
+        groups = ptx.where(cta.refs.needed[0] != 0, groups, 0)
+    total = groups * (config.group * cta.steps)
+    stages = LeaderStages(config.stages, cta.refs.full, cta.refs.empty, total, functools.partial(_fill, cta))
+    stages.start()
 
     @pl.loop(0, groups)
     def _(group):
-        row, column = _place(config, shape, me + group * ctas)
+        row, column = cta.group_coord(group)
 
         def tile(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            def compute(acc: Any) -> jax.Array:
-                _multiply(of, static, (group * config.group + i) * steps, total, acc)
+            def multiply(acc: jax.Ref) -> jax.Array:
+                first, warpgroup = (group * config.group + i) * cta.steps, lax.axis_index("warpgroup")
+                pl.loop(0, cta.steps)(lambda k: _compute(cta, stages, warpgroup, first + k, acc))
+                plgpu.wgmma_wait(0)
                 return acc[...]
 
             accumulator = plgpu.ACC((ROWS, config.columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
-            x = pl.run_scoped(compute, accumulator)
-            return _merge(state, _states(of, static, row, column * config.group + i, x))
+            x = pl.run_scoped(multiply, accumulator)
+            return _merge(state, _finish(cta, row, column * config.group + i, x))
 
-        empty = _row_numbers(-jnp.inf), *(_row_numbers(0.0) for _ in range(num_values(problem) - 1))
+        empty = _row_values(-jnp.inf), *(_row_values(0.0) for _ in range(num_values(problem) - 1))
         for i, value in enumerate(lax.fori_loop(0, config.group, tile, empty)):
-            of["states"].at[i, column, _tokens(config, row)][...] = value
+            cta.refs.states.at[i, column, cta.tokens(row)][...] = value
 
     if problem.weights:
         plgpu.wait_smem_to_gmem(0)
-
-
-def _scratch(problem: Problem, config: Config) -> dict[str, Any]:
-    smem = lambda *shape: tiled((config.stages, *shape), problem.dtype)
-    stores = {"weights_smem": tiled((WARPGROUPS, _STORES, ROWS, _PART), problem.dtype)} if problem.weights else {}
-    return stores | {
-        "hidden_smem": smem(config.tokens, config.depth),
-        "weight_smem": smem(*((config.columns, config.depth)[:: 1 if problem.transposed else -1])),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
-        "empty": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages),
-    }
 
 
 class Results(NamedTuple):
@@ -308,13 +303,13 @@ class Results(NamedTuple):
     max: jax.Array
     sum: jax.Array
     label: jax.Array
-    spread: jax.Array | None = None
+    entropy_sum: jax.Array | None = None
     weights: jax.Array | None = None
     maxima: jax.Array | None = None
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
-def run(
+def launch(
     problem: Problem,
     config: Config,
     hidden: jax.Array,
@@ -350,8 +345,9 @@ def run(
         arrays["needed"] = jnp.ones(1, jnp.int32) if needed is None else needed.astype(jnp.int32).reshape(1)
         written["weights"] = lax.empty(weights.shape, weights.dtype) if place is None else place
         results["maxima"] = jax.ShapeDtypeStruct((shape[1] * config.group, tokens), jnp.float32)
+    names = *arrays, *written, *results, *memory
     kernel = plgpu.kernel(
-        functools.partial(_body, names=(*arrays, *written, *results, *memory), static=(problem, config, shape, ctas)),
+        functools.partial(_body, names=names, problem=problem, config=config, shape=shape, ctas=ctas),
         out_type=tuple(results.values()),
         grid=(ctas,),
         grid_names=("cta",),
@@ -366,7 +362,7 @@ def run(
         outs, of_workspace = reduce.with_workspace(kernel, operands, tuple(written.values()), tuple(results.values()))
     else:
         outs, of_workspace = kernel(*operands), []
-    found = dict(zip((*results, *written), (*outs, *of_workspace), strict=True))
-    maximum, total, label, *rest = found.pop("states")[:, :, : problem.tokens]
-    whole = monoid.merge_over((maximum, total, *rest), 0)
-    return Results(whole[0], whole[1], label.sum(0), *whole[2:], **found)
+    arrays = dict(zip((*results, *written), (*outs, *of_workspace), strict=True))
+    maximum, total, label, *rest = arrays.pop("states")[:, :, : problem.tokens]
+    maximum, total, *rest = monoid.merge_over((maximum, total, *rest), 0)
+    return Results(maximum, total, label.sum(0), *rest, **arrays)

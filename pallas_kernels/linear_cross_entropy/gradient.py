@@ -24,7 +24,7 @@ ROWS = 64
 _PART = 64  # columns that are in registers together
 
 
-def _body(needed: jax.Ref, *refs: Any, columns: int) -> None:
+def _body(needed: jax.Ref, *refs: jax.Ref, columns: int) -> None:
     pl.when(needed[0] != 0)(functools.partial(_write, *refs, columns=columns))
 
 

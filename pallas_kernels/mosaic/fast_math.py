@@ -37,7 +37,7 @@ def exp_32bit(d: jax.Array, unit: float = 1.0) -> jax.Array:
 
 
 def weight_in_sum(x: jax.Array, log_sum: jax.Array) -> jax.Array:
-    """The weight of a logit in a sum that has ended, both in powers of two; a `log_sum` of +inf gives 0.
+    """Returns `2^(x - log_sum)`, a logit's weight in a sum that has ended; a `log_sum` of +inf gives 0.
 
     It is not `monoid.decay`: nothing merges any more, so that `log_sum` is never -inf and needs no guard.
     """
@@ -62,7 +62,7 @@ def tanh_32bit(x: jax.Array) -> jax.Array:
 
 
 def tanh_for(dtype: jnp.dtype) -> Callable[[jax.Array], jax.Array]:
-    """The `tanh` that goes with `exp_for`."""
+    """Returns the `tanh` that goes with `exp_for`."""
     return tanh_32bit if dtype.itemsize == 4 else tanh_16bit
 
 
@@ -72,7 +72,7 @@ def exp_for(dtype: jnp.dtype, unit: float = 1.0) -> Callable[[jax.Array], jax.Ar
 
 
 def log(x: jax.Array) -> jax.Array:
-    """`log` of normal float32 numbers to about 1 ulp (MUFU's errs by 2^-22 where the result is near 0); 0 gives -inf.
+    """Computes `log` of normal float32 numbers to about 1 ulp; MUFU's errs by 2^-22 near 0. The logarithm of 0 is -inf.
 
     `x = 2^k f` with `f` near 1, and `log(f) = 2 atanh((f - 1) / (f + 1))` as a polynomial.
     """

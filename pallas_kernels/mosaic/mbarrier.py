@@ -5,9 +5,10 @@ wait names the phase's parity. Source: PTX ISA, "mbarrier" and "cp.async.bulk".
 """
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -23,13 +24,13 @@ from pallas_kernels.mosaic.vectors import VECTOR_BYTES, RegisterTile, RowPredica
 Cache = Literal["evict_last", "evict_first"] | None
 
 
-def barriers(count: int) -> Any:
+def barriers(count: int) -> pl.MemoryRef:
     """Makes scratch for `count` barriers."""
     return plgpu.SMEM((count, 2), jnp.int32)
 
 
 def _leader() -> ir.Value:
-    """Whether this is the warpgroup's first thread."""
+    """Says whether this is the warpgroup's first thread."""
     return ptx.compare("eq", ptx.thread_in_warpgroup(), 0)
 
 
@@ -143,8 +144,8 @@ def fill_outside(
             address = ptx.add(ptx.shared_address(to), ptx.mul(k, VECTOR_BYTES))
             for e in range(v):
                 outside = ptx.compare("uge", ptx.add(column, e), row_pred.cols)
-                kind, at = "h" if bits == 16 else "r", ptx.add(address, e * dtype.itemsize)
-                ptx.asm(f"@$2 st.shared.b{bits} [$0], $1;", f"r,{kind},b", [at, value, ptx.bit_and(owned, outside)])
+                operands = [ptx.add(address, e * dtype.itemsize), value, ptx.bit_and(owned, outside)]
+                ptx.asm(f"@$2 st.shared.b{bits} [$0], $1;", f"r,{ptx.KINDS[bits]},b", operands)
 
     ptx.inline(
         fill_elements,

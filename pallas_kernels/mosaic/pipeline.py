@@ -6,9 +6,11 @@ stage's next copies. No warp waits for another one's release, and every warpgrou
 Source: PTX ISA, "mbarrier": an arrival returns the state before it, of which "mbarrier.pending_count" is a part.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -23,75 +25,21 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.mosaic import mbarrier, ptx, wgmma
-from pallas_kernels.mosaic.ptx import Index
+from pallas_kernels.mosaic.ptx import Index, Place, Ref
 
 LANES = 32  # of a warp
 VECTOR_BYTES = 16  # that a thread stores at once
 TMA_ROWS = 8  # of a swizzled tile
 SWIZZLE_BYTES = 128  # of a panel's row
+ALIGNMENT = 1024  # of arrays in shared memory
+BARRIER_BYTES = 8
 
 barriers = mbarrier.barriers
 start = mbarrier.start_barriers
 
 
-def wait(full: jax.Ref, n: Index, stages: int) -> None:
-    """Waits until the copies of step `n` have landed; `full`: the barriers of all stages."""
-    parity = stage(_round(n, stages), 2)
-    mbarrier.wait(full.at[stage(n, stages)], parity, "cta")
-
-
-def stage(n: Index, stages: int) -> Index:
-    """Which stage step `n` has."""
-    if isinstance(n, int) or stages == 1:
-        return n % stages if isinstance(n, int) else 0
-    if _is_power_of_two(stages):
-        return lax.bitwise_and(n, stages - 1)
-    return lax.rem(n.astype(np.uint32), np.uint32(stages)).astype(np.int32)
-
-
-def _round(n: Index, stages: int) -> Index:
-    """Says how many steps before step `n` had its stage."""
-    if isinstance(n, int) or stages == 1:
-        return n // stages if isinstance(n, int) else n
-    if _is_power_of_two(stages):
-        return lax.shift_right_logical(n, stages.bit_length() - 1)
-    return lax.div(n.astype(np.uint32), np.uint32(stages)).astype(np.int32)
-
-
 def _is_power_of_two(x: int) -> bool:
     return x & (x - 1) == 0
-
-
-def arrive(empty: jax.Ref) -> jax.Array:
-    """Each warp arrives once; 1 in the lane that completes the phase, for a later `when`, and 0 in the others."""
-
-    def arrive_at_stage(ctx, empty):
-        text = (
-            "{ .reg .b32 lane; .reg .b64 state; .reg .pred first; mov.u32 lane, %laneid; "
-            "setp.eq.u32 first, lane, 0; mov.b32 $0, 0; mov.b64 state, 0; bar.warp.sync 0xffffffff; "
-            "@first mbarrier.arrive.shared.b64 state, [$1]; @first mbarrier.pending_count.b64 $0, state; }"
-        )
-        return ptx.integer(ptx.asm_value(text, "=&r,r,~{memory}", [ptx.shared_address(empty)]))
-
-    pending = ptx.inline(arrive_at_stage, empty, result=ptx.INTEGER)
-    return (pending == 1).astype(jnp.int32)
-
-
-def release(empty: jax.Ref) -> jax.Array:
-    """Each warp arrives once; 1 in the warp whose arrival is the phase's last, and 0 in the others."""
-
-    def release_stage(ctx, empty):
-        # A vote, rather than a shuffle, tells the compiler that the result is the same in all lanes: it then keeps the
-        # descriptors of the products beside the branch in uniform registers.
-        text = (
-            "{ .reg .b32 lane, pending; .reg .b64 state; .reg .pred first, last; mov.u32 lane, %laneid; "
-            "setp.eq.u32 first, lane, 0; mov.b32 pending, 0; mov.b64 state, 0; bar.warp.sync 0xffffffff; "
-            "@first mbarrier.arrive.shared.b64 state, [$1]; @first mbarrier.pending_count.b64 pending, state; "
-            "setp.eq.u32 last, pending, 1; vote.sync.any.pred last, last, 0xffffffff; selp.u32 $0, 1, 0, last; }"
-        )
-        return ptx.integer(ptx.asm_value(text, "=r,r,~{memory}", [ptx.shared_address(empty)]))
-
-    return ptx.inline(release_stage, empty, result=ptx.INTEGER)
 
 
 def is_first_warp() -> jax.Array:
@@ -107,8 +55,8 @@ def is_first_warp() -> jax.Array:
     return ptx.inline(first_warp, result=ptx.INTEGER)
 
 
-def when(condition: Any) -> Callable[[Callable[[], None]], None]:
-    """`pl.when` of a condition that is the same in all lanes of a warp; a vote makes that known to the compiler.
+def when(condition: Index) -> Callable[[Callable[[], None]], None]:
+    """Works as `pl.when`, for a condition that all lanes of a warp share; a vote tells the compiler that they do.
 
     Beside a branch that lanes might take alone, the compiler would not keep descriptors in uniform registers.
     """
@@ -121,13 +69,206 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
     return pl.when(lax.ne(ptx.inline(vote_any, condition, result=ptx.INTEGER), 0))
 
 
-def expect(full: jax.Ref, count: Index) -> None:
-    """The calling warp arrives, and announces `count` bytes of the stage's next copies."""
+Scratch = dict[str, pl.MemoryRef | plgpu.Barrier]  # shared memory and barriers by name
 
-    def expect_copies(ctx, full, count):
-        _announce(full, ptx.scalar(count))
+# An array, an index of it, and shared memory. The index has a number, a `pl.ds` of static size or `slice(None)` for
+# each axis. Panels take all columns: their index leaves out the last axis, and its slices are the panels' rows, the
+# last slice varying fastest.
+Copy = tuple[jax.Ref, tuple[Place, ...], Ref]
 
-    ptx.inline(expect_copies, full, count)
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """`count` stages that steps take in turn, and their barriers, which `bind` gives to those of a kernel's table.
+
+    A phase of `full` has `writers` arrivals and the bytes that these announce, one of `empty` a stage's `readers`:
+    warps, or 0 where stages are not refilled.
+    """
+
+    count: int
+    readers: int = 0
+    writers: int = 1
+    full: Any = None  # its `Ref`, bound
+    empty: Any = None
+
+    @property
+    def arrivals(self) -> tuple[int, ...]:
+        """The arrivals that complete a phase of each barrier."""
+        return (self.writers,) * self.count + (self.readers,) * (self.count if self.readers else 0)
+
+    def stage(self, n: Index) -> Index:
+        """Says which stage step `n` has."""
+        if isinstance(n, int) or self.count == 1:
+            return n % self.count if isinstance(n, int) else 0
+        if _is_power_of_two(self.count):
+            return lax.bitwise_and(n, self.count - 1)
+        return lax.rem(n.astype(np.uint32), np.uint32(self.count)).astype(np.int32)
+
+    def _phase(self, n: Index) -> Index:
+        """Says how many steps before step `n` had its stage."""
+        if isinstance(n, int) or self.count == 1:
+            return n // self.count if isinstance(n, int) else n
+        if _is_power_of_two(self.count):
+            return lax.shift_right_logical(n, self.count.bit_length() - 1)
+        return lax.div(n.astype(np.uint32), np.uint32(self.count)).astype(np.int32)
+
+    def alone(self, stage: Index) -> "Stages":
+        """Returns one stage, which every step has."""
+        return dataclasses.replace(self, count=1, full=self.full.at[pl.ds(stage, 1)])
+
+    def wait(self, n: Index) -> None:
+        """Waits until the copies of step `n` have landed."""
+        phase = self._phase(n)
+        parity = phase % 2 if isinstance(phase, int) else lax.bitwise_and(phase, 1)
+        mbarrier.wait(self.full.at[self.stage(n)], parity, "cta")
+
+    def expect(self, stage: Index, count: Index) -> None:
+        """The calling warp arrives, and announces `count` bytes of a stage's next copies."""
+
+        def expect_copies(ctx, full, count):
+            _announce(full, ptx.scalar(count))
+
+        ptx.inline(expect_copies, self.full.at[stage], count)
+
+    def issue(self, stage: Index, *copies: Copy, announced: bool = False) -> None:
+        """The calling warp announces the bytes of a stage's TMA copies, unless it has done so, and issues the copies.
+
+        Elements outside of an array become zeros. One operation issues all copies, because Mosaic takes a millisecond
+        to infer the layouts of each operation on shared memory.
+        """
+        plans, operands = [], []
+        for source, at, to in copies:
+            starts, sizes = _starts(at)
+            in_panels, dtype = len(to.shape) == 3, jnp.dtype(source.dtype)
+            assert not in_panels or math.prod(extent for extent in sizes if extent) == to.shape[1]
+            columns = wgmma.columns_of_tile(to.shape[-1], dtype) if len(to.shape) == 2 else 0
+            operands += [source, (to, plgpu.RefType(wgmma.transforms(columns, dtype))) if columns else to, *starts]
+            plans.append((sizes, in_panels, columns, columns * dtype.itemsize))
+        count = 0 if announced else sum(size(to) for *_, to in copies)
+
+        def issue_copies(ctx, full, *operands):
+            if not announced:
+                _announce(full, ptx.c32(count))
+            following = iter(operands)
+            for sizes, in_panels, columns, swizzle in plans:
+                source, to = next(following), next(following)
+                indices = _indices(following, sizes)
+                if in_panels:
+                    _copy_panels(_copier(ctx, source, full, SWIZZLE_BYTES), source, indices, sizes, to)
+                else:
+                    transform = (mgpu.TileTransform((TMA_ROWS, columns)),) if columns else ()
+                    copy = _copier(ctx, source, full, swizzle or None)
+                    copy(dst_ref=to, gmem_slice=tuple(indices), gmem_transform=transform)
+
+        ptx.inline(
+            issue_copies,
+            self.full.at[stage],
+            *operands,
+            static={"announced": announced, "count": count, "plans": plans},
+        )
+
+    def arrive(self, stage: Index) -> jax.Array:
+        """Each warp arrives once; 1 in the lane that completes the phase, for a later `when`, and 0 in the others."""
+
+        def arrive_at_stage(ctx, empty):
+            text = (
+                "{ .reg .b32 lane; .reg .b64 state; .reg .pred first; mov.u32 lane, %laneid; "
+                "setp.eq.u32 first, lane, 0; mov.b32 $0, 0; mov.b64 state, 0; bar.warp.sync 0xffffffff; "
+                "@first mbarrier.arrive.shared.b64 state, [$1]; @first mbarrier.pending_count.b64 $0, state; }"
+            )
+            return ptx.integer(ptx.asm_value(text, "=&r,r,~{memory}", [ptx.shared_address(empty)]))
+
+        pending = ptx.inline(arrive_at_stage, self.empty.at[stage], result=ptx.INTEGER)
+        return (pending == 1).astype(jnp.int32)
+
+    def release(self, stage: Index, refill: Callable[[], None]) -> None:
+        """Each warp arrives once; the one that ends the phase issues the stage's next copies by `refill`."""
+
+        def release_stage(ctx, empty):
+            # A vote, rather than a shuffle, tells the compiler that the result is the same in all lanes: it then keeps
+            # the descriptors of the products beside the branch in uniform registers.
+            text = (
+                "{ .reg .b32 lane, pending; .reg .b64 state; .reg .pred first, last; mov.u32 lane, %laneid; "
+                "setp.eq.u32 first, lane, 0; mov.b32 pending, 0; mov.b64 state, 0; bar.warp.sync 0xffffffff; "
+                "@first mbarrier.arrive.shared.b64 state, [$1]; @first mbarrier.pending_count.b64 pending, state; "
+                "setp.eq.u32 last, pending, 1; vote.sync.any.pred last, last, 0xffffffff; selp.u32 $0, 1, 0, last; }"
+            )
+            return ptx.integer(ptx.asm_value(text, "=r,r,~{memory}", [ptx.shared_address(empty)]))
+
+        last = ptx.inline(release_stage, self.empty.at[stage], result=ptx.INTEGER)
+        pl.when(last != 0)(refill)
+
+
+def arrivals(table: dict[str, Stages]) -> tuple[int, ...]:
+    """Lists the arrivals of all barriers of a table."""
+    return sum((stages.arrivals for stages in table.values()), ())
+
+
+def bind(refs: SimpleNamespace, table: dict[str, Stages], array: Ref) -> None:
+    """Adds the table's stages to `refs` by their names, with their barriers of `array`."""
+    first = 0
+    for name, stages in table.items():
+        full, last = first + stages.count, first + len(stages.arrivals)
+        barriers = [array.at[pl.ds(at, stages.count)] if at < last else None for at in (first, full)]
+        setattr(refs, name, dataclasses.replace(stages, full=barriers[0], empty=barriers[1]))
+        first = last
+
+
+def drain(first: Index, start: Index, stop: Index, *passed: tuple[Stages, Callable[[jax.Array], None]]) -> None:
+    """Passes a tile's steps `start` ... `stop` without computing; `refill(i)` beside stages refills that of step `i`.
+
+    `first` is the number of the tile's step 0.
+    """
+
+    def pass_step(i: jax.Array, _: None) -> None:
+        for stages, refill in passed:
+            if not stages.count:
+                continue
+            stages.wait(first + i)
+            stages.release(stages.stage(first + i), functools.partial(refill, i))
+
+    lax.fori_loop(start, stop, pass_step, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeaderStages:
+    """Stages for the steps of a CTA, step `n` in stage `n % count`, which the first warpgroup refills.
+
+    `fill(n)` issues the copies of step `n` of `steps` in all. `full` and `empty` are Pallas' barriers, one a stage.
+    """
+
+    count: int
+    full: jax.Ref
+    empty: jax.Ref
+    steps: jax.Array
+    fill: Callable[[jax.Array], None]
+
+    def start(self) -> None:
+        """Fills all stages."""
+
+        @pl.when(lax.axis_index("warpgroup") == 0)
+        def _():
+            for n in range(self.count):
+                pl.when(n < self.steps)(functools.partial(self.fill, jnp.int32(n)))
+
+    def wait(self, n: jax.Array) -> jax.Array:
+        """Waits until the copies of step `n` have landed, and returns its stage."""
+        stage = lax.rem(n, self.count)
+        plgpu.barrier_wait(self.full.at[stage])
+        return stage
+
+    def release_before(self, n: jax.Array, warpgroup: jax.Array) -> None:
+        """Each warpgroup releases the stage of the step before `n`, if there is one; a later step may get it."""
+        before, later = lax.rem(n + (self.count - 1), self.count), n + (self.count - 1)
+
+        @pl.when(n > 0)
+        def _():
+            plgpu.barrier_arrive(self.empty.at[before])
+
+            @pl.when((warpgroup == 0) & (later < self.steps))
+            def _():
+                plgpu.barrier_wait(self.empty.at[before])
+                self.fill(later)
 
 
 def _announce(full: ir.Value, count: ir.Value) -> None:
@@ -136,51 +277,20 @@ def _announce(full: ir.Value, count: ir.Value) -> None:
     ptx.asm("@$2 mbarrier.arrive.expect_tx.shared.b64 _, [$0], $1;", "r,r,b,~{memory}", operands)
 
 
-def size(ref: Any) -> int:
+def size(ref: Ref | pl.MemoryRef) -> int:
     """Counts the bytes of a part of shared memory."""
     return math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize
 
 
-# Array, place, and shared memory. A place is an index, a `pl.ds` of static size or `slice(None)` for each axis. Panels
-# take all columns of rows: their place is of the other axes, and slices are the rows, those of the last one in turn.
-Copy = tuple[Any, tuple[Any, ...], Any]
+def scratch_bytes(scratch: Scratch) -> int:
+    """Counts the bytes that arrays and barriers take."""
+    barriers = sum(int(np.prod(x.num_barriers)) for x in scratch.values() if isinstance(x, plgpu.Barrier))
+    arrays = [size(x) for x in scratch.values() if not isinstance(x, plgpu.Barrier)]
+    return sum(-(-count // ALIGNMENT) * ALIGNMENT for count in arrays) + barriers * BARRIER_BYTES
 
 
-def issue(full: jax.Ref, *copies: Copy, announced: bool = False) -> None:
-    """The calling warp announces the bytes of TMA copies at `full`, unless it has done so, and issues the copies.
-
-    Places outside of an array become zeros. One operation issues them all: Mosaic takes a millisecond to infer the
-    layouts of each operation on shared memory.
-    """
-    plans, operands = [], []
-    for source, at, to in copies:
-        starts, sizes = _starts(at)
-        in_panels, dtype = len(to.shape) == 3, jnp.dtype(source.dtype)
-        assert not in_panels or math.prod(extent for extent in sizes if extent) == to.shape[1]
-        columns = wgmma.columns_of_tile(to.shape[-1], dtype) if len(to.shape) == 2 else 0
-        operands += [source, (to, plgpu.RefType(wgmma.transforms(columns, dtype))) if columns else to, *starts]
-        plans.append((sizes, in_panels, columns, columns * dtype.itemsize))
-    count = 0 if announced else sum(size(to) for *_, to in copies)
-
-    def issue_copies(ctx, full, *operands):
-        if not announced:
-            _announce(full, ptx.c32(count))
-        following = iter(operands)
-        for sizes, in_panels, columns, swizzle in plans:
-            source, to = next(following), next(following)
-            places = _places(following, sizes)
-            if in_panels:
-                _copy_panels(_copier(ctx, source, full, SWIZZLE_BYTES), source, places, sizes, to)
-            else:
-                transform = (mgpu.TileTransform((TMA_ROWS, columns)),) if columns else ()
-                copy = _copier(ctx, source, full, swizzle or None)
-                copy(dst_ref=to, gmem_slice=tuple(places), gmem_transform=transform)
-
-    ptx.inline(issue_copies, full, *operands, static={"announced": announced, "count": count, "plans": plans})
-
-
-def _copier(ctx: Any, source: ir.Value, full: ir.Value, swizzle: int | None) -> Callable[..., None]:
-    """A function by which one thread of the calling warp issues copies of `source` that count their bytes at `full`."""
+def _copier(ctx: mgpu.LaunchContext, source: ir.Value, full: ir.Value, swizzle: int | None) -> Callable[..., None]:
+    """Returns a function by which a thread of the warp issues copies of `source`, whose bytes count at `full`."""
     return functools.partial(
         ctx.async_copy,
         src_ref=source,
@@ -192,22 +302,22 @@ def _copier(ctx: Any, source: ir.Value, full: ir.Value, swizzle: int | None) -> 
 
 
 def _copy_panels(
-    copy: Callable[..., None], source: ir.Value, places: list[Any], sizes: tuple[Any, ...], to: ir.Value
+    copy: Callable[..., None], source: ir.Value, indices: list[Any], sizes: tuple[Any, ...], to: ir.Value
 ) -> None:
     """Issues one copy, or, if the panels' other rows are copied apart, or their columns end within one, one each."""
     (count, _, columns), (strides, _) = to.type.shape, to.type.get_strides_and_offset()
     if source.type.shape[-1] % columns == 0 and strides[0] == math.prod(to.type.shape[1:]):
         axes = sum(map(bool, sizes))
         order = mgpu.TransposeTransform((axes, *range(axes), axes + 1))
-        where = (*places, mgpu.ds(0, count * columns))
+        where = (*indices, mgpu.ds(0, count * columns))
         copy(dst_ref=_panels(to, sizes), gmem_slice=where, gmem_transform=(mgpu.TileTransform((columns,)), order))
         return
     for panel in range(count):
-        copy(dst_ref=_panel(to, panel, sizes), gmem_slice=(*places, mgpu.ds(panel * columns, columns)))
+        copy(dst_ref=_panel(to, panel, sizes), gmem_slice=(*indices, mgpu.ds(panel * columns, columns)))
 
 
 def copy_pages(
-    source: jax.Ref, tables: jax.Ref, at: tuple[Index, Index, Index], to: Any, full: jax.Ref, *, pages_first: bool
+    source: jax.Ref, tables: jax.Ref, at: tuple[Index, Index, Index], to: Ref, full: Ref, *, pages_first: bool
 ) -> None:
     """The calling warp issues TMA copies of rows that lie in pages into panels of shared memory, counted at `full`.
 
@@ -251,7 +361,7 @@ def copy_pages(
     ptx.inline(copy_own_page, source, tables, to, full, *at, static={"pages_first": pages_first})
 
 
-def store_rows(source: Any, target: jax.Ref, at: tuple[Any, ...], column: Index = 0) -> None:
+def store_rows(source: Ref, target: jax.Ref, at: tuple[Place, ...], column: Index = 0) -> None:
     """A thread of the warpgroup issues TMA copies of panels of shared memory into `target`, as far as that goes.
 
     `at` as in a `Copy`; `column` is the panels' first. The threads must have committed what they stored, and
@@ -266,7 +376,7 @@ def store_rows(source: Any, target: jax.Ref, at: tuple[Any, ...], column: Index 
             ctx.async_copy(
                 src_ref=_panel(source, panel, sizes),
                 dst_ref=target,
-                gmem_slice=(*_places(starts, sizes), mgpu.ds(here, columns)),
+                gmem_slice=(*_indices(starts, sizes), mgpu.ds(here, columns)),
                 swizzle=SWIZZLE_BYTES,
                 arrive=True,
             )
@@ -274,22 +384,22 @@ def store_rows(source: Any, target: jax.Ref, at: tuple[Any, ...], column: Index 
     ptx.inline(store_panels, source, target, column, *starts, static={"sizes": sizes})
 
 
-def _starts(at: tuple[Any, ...]) -> tuple[list[Index], tuple[int | None, ...]]:
-    """Where a copy begins along axes, and how far it goes along each; 0: along an index, None: along a whole axis."""
+def _starts(at: tuple[Place, ...]) -> tuple[list[Index], tuple[int | None, ...]]:
+    """Returns where a copy begins along its axes, and its extent along each: 0 for an index, None for a whole axis."""
     sizes = tuple(None if isinstance(i, slice) else int(i.size) if isinstance(i, pl.Slice) else 0 for i in at)
     return [i.start if isinstance(i, pl.Slice) else i for i in at if not isinstance(i, slice)], sizes
 
 
-def _places(starts: Iterable[Any], sizes: tuple[int | None, ...]) -> list[Any]:
-    """The place, of which the first starts are there."""
-    following, found = iter(starts), []
+def _indices(starts: Iterable[Any], sizes: tuple[int | None, ...]) -> list[Any]:
+    """Returns the index of a copy in MLIR, of which `starts` begins with the starts."""
+    following, indices = iter(starts), []
     for extent in sizes:
         if extent is None:
-            found.append(slice(None))
+            indices.append(slice(None))
             continue
         first = arith.index_cast(ir.IndexType.get(), ptx.scalar(next(following)))
-        found.append(mgpu.ds(first, extent) if extent else first)
-    return found
+        indices.append(mgpu.ds(first, extent) if extent else first)
+    return indices
 
 
 def _panels(panels: ir.Value, sizes: tuple[int | None, ...]) -> ir.Value:
@@ -302,17 +412,17 @@ def _panel(panels: ir.Value, index: int, sizes: tuple[int | None, ...]) -> ir.Va
     return utils.memref_slice(_panels(panels, sizes), index)
 
 
-def zero_rows(ref: Any, first: Index) -> None:
+def zero_rows(ref: Ref, first: Index) -> None:
     """The calling warp zeroes the rows of panels in shared memory from `first` on, before a product reads them."""
     panels, rows, _ = ref.shape
 
     def zero_from(ctx, ref, first):
         text = "{ .reg .b32 row, at; .reg .pred zero; mov.u32 row, %laneid; "
-        places = [p * rows * SWIZZLE_BYTES + b for p in range(panels) for b in range(0, SWIZZLE_BYTES, VECTOR_BYTES)]
+        offsets = [p * rows * SWIZZLE_BYTES + b for p in range(panels) for b in range(0, SWIZZLE_BYTES, VECTOR_BYTES)]
         for _ in range(0, rows, LANES):
             text += (
                 f"setp.ge.s32 zero, row, $1; mad.lo.u32 at, row, {SWIZZLE_BYTES}, $0; "
-                + " ".join(f"@zero st.shared.v4.b32 [at+{place}], {{0, 0, 0, 0}};" for place in places)
+                + " ".join(f"@zero st.shared.v4.b32 [at+{offset}], {{0, 0, 0, 0}};" for offset in offsets)
                 + f" add.u32 row, row, {LANES}; "
             )
         text += "fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; }"

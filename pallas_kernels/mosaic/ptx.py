@@ -13,16 +13,21 @@ import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
+from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from pallas_kernels.types import Index
+
 WARPGROUP = 128
 WARPS = 4  # of a warpgroup
+Layout = Any  # of registers: a `plgpu.Layout`, or one reduced or made by it, of a type that is not public
 SPLAT = plgpu.Layout.WG_SPLAT
 WGMMA = plgpu.Layout.WGMMA
 ROW = WGMMA.reduce(1)  # one number a row
-INTEGER: Any = (), jnp.int32, SPLAT  # a result that is the same in a warp
-Index = jax.Array | int
+Result = tuple[tuple[int, ...], DTypeLike, Layout]  # an array's shape, dtype and layout
+INTEGER: Result = (), jnp.int32, SPLAT  # a result that is the same in a warp
+Place = Index | pl.Slice | slice  # along an axis of a reference
 
 
 def i32() -> ir.Type:
@@ -50,8 +55,8 @@ def thread_in_warpgroup() -> ir.Value:
     return rem(utils.thread_idx(), WARPGROUP)
 
 
-def thread_found_here() -> ir.Value:
-    """The thread's index in its warpgroup, read anew so that no loop keeps it in a register."""
+def reread_thread_index() -> ir.Value:
+    """Reads the thread's index in its warpgroup anew, so that no loop keeps it in a register."""
     return rem(asm_value("mov.u32 $0, %tid.x;", "=r", []), WARPGROUP)
 
 
@@ -61,12 +66,12 @@ def opaque_word(x: ir.Value) -> ir.Value:
 
 
 def uniform(x: ir.Value) -> ir.Value:
-    """A word that is the same in all lanes, in a uniform register, where the compiler cannot prove that."""
+    """Puts a word that all lanes share into a uniform register, where the compiler cannot prove that they do."""
     return asm_value("redux.sync.or.b32 $0, $1, -1;", "=r,r", [x])
 
 
 def _with_constants(operation: Callable[..., ir.Value]) -> Callable[[ir.Value, ir.Value | int], ir.Value]:
-    """An operation on two integers, of which the second may be a constant."""
+    """Makes an operation on two integers take a constant as the second, too."""
     return lambda x, y: operation(x, y if isinstance(y, ir.Value) else utils.c(y, x.type))
 
 
@@ -76,12 +81,12 @@ div, rem, bit_and = map(_with_constants, (arith.divui, arith.remui, arith.andi))
 
 
 def compare(kind: str, x: ir.Value, y: ir.Value | int) -> ir.Value:
-    """Whether integers compare so, as `arith.CmpIPredicate` names it; the second may be a constant."""
+    """Compares integers by a predicate of `arith.CmpIPredicate`; the second may be a constant."""
     return _with_constants(functools.partial(arith.cmpi, getattr(arith.CmpIPredicate, kind)))(x, y)
 
 
 def scalar(x: mgpu.FragmentedArray) -> ir.Value:
-    """The value of an array that is the same in every thread."""
+    """Returns the value of an array that is the same in every thread."""
     return x.registers.item()
 
 
@@ -91,7 +96,7 @@ def integer(x: ir.Value) -> mgpu.FragmentedArray:
 
 
 def row_value(x: mgpu.FragmentedArray) -> ir.Value:
-    """The thread's value in an array that has one value for each of its tile's rows."""
+    """Returns the thread's value in an array that has one value for each of its tile's rows."""
     value = x.registers.flat[0]
     return elements(value)[0] if isinstance(value.type, ir.VectorType) else value
 
@@ -109,8 +114,8 @@ def elements(v: ir.Value) -> list[ir.Value]:
 
 def pair_word(pair: ir.Value, bits: int = 32) -> ir.Value:
     """Packs two numbers of a vector as one of `bits` bits."""
-    found = vector.bitcast(ir.VectorType.get((1,), ir.IntegerType.get_signless(bits)), pair)
-    return vector.extract(found, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
+    packed = vector.bitcast(ir.VectorType.get((1,), ir.IntegerType.get_signless(bits)), pair)
+    return vector.extract(packed, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
 
 
 def global_address(ref: ir.Value) -> ir.Value:
@@ -129,16 +134,23 @@ def shared_address(ref: ir.Value) -> ir.Value:
     return llvm.ptrtoint(i32(), utils.memref_ptr(ref))
 
 
-def load_if(address: ir.Value, predicate: ir.Value, bits: int, fill: int = 0) -> ir.Value:
-    """Loads 8, 16 or 32 bits from global memory where the predicate holds, else gives `fill`; bytes become 16 bits."""
-    width, kind, constraint = (32, "b32", "r") if bits == 32 else (16, "u8" if bits == 8 else "b16", "h")
-    text = f"mov.b{width} $0, {fill}; @$2 ld.global.{kind} $0, [$1];"
-    word_type = ir.IntegerType.get_signless(width)
-    return asm_value(text, f"=&{constraint},l,b", [address, predicate], word_type)
+KINDS = {16: "h", 32: "r", 64: "l"}  # of a register of so many bits, as a constraint of assembly names it
+
+
+def load_if(address: ir.Value, predicate: ir.Value | None, bits: int, fill: int = 0) -> ir.Value:
+    """Loads 8 to 64 bits from global memory where the predicate holds (None: always), else gives `fill`.
+
+    A byte becomes 16 bits.
+    """
+    width, load = max(bits, 16), f"ld.global.{'u8' if bits == 8 else f'b{bits}'} $0, [$1];"
+    word_type, constraints = ir.IntegerType.get_signless(width), f"=&{KINDS[width]},l"
+    if predicate is None:
+        return asm_value(load, constraints, [address], word_type)
+    return asm_value(f"mov.b{width} $0, {fill}; @$2 {load}", constraints + ",b", [address, predicate], word_type)
 
 
 def asm_value(text: str, constraints: str, operands: list[ir.Value], kind: ir.Type | None = None) -> ir.Value:
-    """Inline assembly that stays where it is; its result is a word unless its type is given."""
+    """Emits inline assembly that stays where it is; its result is a word unless its type is given."""
     return llvm.inline_asm(kind or i32(), operands, text, constraints, has_side_effects=True)
 
 
@@ -148,7 +160,10 @@ def asm(text: str, constraints: str, operands: list[ir.Value]) -> None:
 
 
 def inline(
-    body: Callable[..., Any], *operands: Any, result: Any = None, static: Mapping[str, Any] | None = None
+    body: Callable[..., Any],
+    *operands: Any,
+    result: Result | list[Result] | None = None,
+    static: Mapping[str, Any] | None = None,
 ) -> Any:
     """Emits `body(ctx, *operands)` into the kernel, and returns an array of the shape, dtype and layout of `result`.
 
@@ -197,7 +212,7 @@ class Part:
     Mosaic infers a layout for each slice of shared memory that it knows of, in time that grows with their square.
     """
 
-    def __init__(self, ref: Any, *places: tuple[Any, ...]):
+    def __init__(self, ref: Any, *places: tuple[Place, ...]):
         self.ref, self.places = ref, places
 
     @property
@@ -216,15 +231,15 @@ class Part:
     def at(self) -> "Part":
         return self
 
-    def __getitem__(self, place: Any) -> "Part":
+    def __getitem__(self, place: Place | tuple[Place, ...]) -> "Part":
         return Part(self.ref, *self.places, place if isinstance(place, tuple) else (place,))
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[tuple[Any, ...], ...]]:
         starts, places = [], []
         for place in self.places:
-            found = [(i.start, int(i.size)) if isinstance(i, pl.Slice) else (i, None) for i in place]
-            starts += [start for start, _ in found if not isinstance(start, int)]
-            places.append(tuple((start if isinstance(start, int) else None, size) for start, size in found))
+            axes = [(i.start, int(i.size)) if isinstance(i, pl.Slice) else (i, None) for i in place]
+            starts += [start for start, _ in axes if not isinstance(start, int)]
+            places.append(tuple((start if isinstance(start, int) else None, size) for start, size in axes))
         return (self.ref, *starts), tuple(places)
 
     @classmethod
@@ -233,8 +248,8 @@ class Part:
         following = iter(starts)
         places = []
         for place in static:
-            found = [(next(following) if start is None else start, size) for start, size in place]
-            places.append(tuple(start if size is None else pl.Slice(start, size) for start, size in found))
+            axes = [(next(following) if start is None else start, size) for start, size in place]
+            places.append(tuple(start if size is None else pl.Slice(start, size) for start, size in axes))
         return cls(ref, *places)
 
     def cut(self) -> ir.Value:
@@ -247,7 +262,10 @@ class Part:
         return ref
 
 
-def where(condition: Any, x: Any, y: Any) -> jax.Array:
+Ref = jax.Ref | Part
+
+
+def where(condition: Any, x: jax.Array | float, y: jax.Array | float) -> jax.Array:
     """Selects as `jnp.where`, arrays of the condition's shape and numbers, without a `jit`: tracing takes a third."""
     of_numbers = jnp.result_type(*(np.int32 if isinstance(v, int) else np.float32 for v in (x, y)))
     dtype = next((v.dtype for v in (x, y) if isinstance(v, jax.Array)), of_numbers)
@@ -256,7 +274,7 @@ def where(condition: Any, x: Any, y: Any) -> jax.Array:
 
 
 def no_unroll[Carry](start: Index, stop: int, body: Callable[[jax.Array, Carry], Carry], init: Carry) -> Carry:
-    """`lax.fori_loop` that stays a loop.
+    """Works as `lax.fori_loop`, and stays a loop.
 
     Unrolled, a slice of float32 logits and tangents takes 137 registers instead of 56, and an SM holds one CTA instead
     of two.

@@ -50,7 +50,7 @@ class ReductionBuffer:
         return self.slots - self.num_ranks
 
     @property
-    def scratch(self) -> Any:
+    def scratch(self) -> pl.MemoryRef:
         return plgpu.SMEM((2, self.num_values, self.slots), jnp.float32)
 
     def clear(self, slots: jax.Ref, warpgroups: int) -> None:
@@ -75,7 +75,7 @@ class ReductionBuffer:
             ptx.inline(clear_slots, slots, static={"buffer": self, "threads": threads})
 
     @property
-    def layout(self) -> Any:
+    def layout(self) -> ptx.Layout:
         """The values of all ranks, distributed evenly over the lanes of each warp."""
         lanes, per_lane = min(self.slots, 32), max(self.slots // 32, 1)
         spare = (plgpu.Replicated(32 // lanes),) if lanes < 32 else ()
@@ -90,7 +90,7 @@ class ReductionBuffer:
 def block_gather(
     buffer: ReductionBuffer,
     values: Sequence[jax.Array],
-    layout: Any,
+    layout: ptx.Layout,
     warpgroup: Index,
     slots: jax.Ref,
     warpgroups: int,
@@ -112,7 +112,7 @@ def block_gather(
 def cluster_gather(
     buffer: ReductionBuffer,
     values: Sequence[jax.Array],
-    layout: Any,
+    layout: ptx.Layout,
     warpgroup: Index,
     slots: jax.Ref,
     barrier: jax.Ref,
@@ -230,7 +230,7 @@ def next_tile(words: jax.Ref, to: jax.Ref) -> None:
 
 
 def grid_store(
-    buffer: ReductionBuffer, values: Sequence[jax.Array], layout: Any, words: jax.Ref, row: Index, rank: Index
+    buffer: ReductionBuffer, values: Sequence[jax.Array], layout: ptx.Layout, words: jax.Ref, row: Index, rank: Index
 ) -> None:
     """Stores `values`, of which all threads of the CTA have the same, for the row's other CTAs.
 

@@ -128,7 +128,7 @@ def store_element(
         index = ptx.add(ptx.mul(_wide(at), cols), _wide(place))
         address = ptx.add(ptx.global_address(ref), ptx.mul(index, itemsize))
         word = arith.bitcast(ir.IntegerType.get_signless(bits), ptx.row_value(value))
-        ptx.asm(f"@$2 st.global.b{bits} [$0], $1;", f"l,{'h' if bits == 16 else 'r'},b", [address, word, mine])
+        ptx.asm(f"@$2 st.global.b{bits} [$0], $1;", f"l,{ptx.KINDS[bits]},b", [address, word, mine])
 
     layout = tile.layout.reduce(1)
     ptx.inline(

@@ -12,7 +12,6 @@ last ones in the place of those before the first one. `row_scalars.sums_of_rows`
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -66,7 +65,7 @@ class RegisterTile:
         return self.registers * self.lanes_in_warp
 
     @property
-    def layout(self) -> Any:
+    def layout(self) -> ptx.Layout:
         v, lanes = self.vector, self.lanes_in_warp
         if lanes == 32:
             tiling, warp_dim, lane_dims = plgpu.Tiling(((4, 32 * v), (v,))), -3, (-2,)
@@ -102,7 +101,7 @@ class RowPredicate:
 
     @property
     def rows_may_end(self) -> bool:
-        """Whether a thread's row may lie past the last one."""
+        """Says whether a thread's row may lie past the last one."""
         return self.tile.lanes <= 32 and self.rows % (self.tile.rows * self.tile.tiles) != 0
 
     @property
@@ -110,7 +109,7 @@ class RowPredicate:
         return self.cols % self.tile.vector == 0
 
     def needs_element_mask(self, register: int) -> bool:
-        """Whether a vector of this register may lie partly in the row."""
+        """Says whether a vector of this register may lie partly in the row."""
         if self.interior:
             return False
         if self.aligned or self.static_limit is None:
@@ -120,7 +119,7 @@ class RowPredicate:
         return register == 0 or any(k // lanes == register for k in last)
 
     def in_bounds(self, register: int) -> bool:
-        """Whether all vectors of this register lie in the row."""
+        """Says whether all vectors of this register lie in the row."""
         if self.interior:
             return True
         if self.static_limit is None or self.rows_may_end:
@@ -177,7 +176,7 @@ class RowPredicate:
         return self.tile.wraps and not self.aligned
 
     def wrapped(self, head: ir.Value) -> list[ir.Value]:
-        """Which elements of its first vector the warp's first lane takes from behind the warp's quarter."""
+        """Says which elements of its first vector the warp's first lane takes from behind the warp's quarter."""
         is_first = ptx.compare("eq", ptx.rem(ptx.thread_in_warpgroup(), 32), 0)
         before = [ptx.compare("ult", ptx.c32(e), head) for e in range(self.tile.vector)]
         return [ptx.bit_and(is_first, b) for b in before]
@@ -315,8 +314,8 @@ def store(
                 parts = ptx.elements(vector.bitcast(ir.VectorType.get((tile.vector,), word), register))
                 for e, (part, mask) in enumerate(zip(parts, v.masks, strict=True)):
                     at = ptx.add(v.address, e * bits // 8)
-                    kind = "h" if bits == 16 else "r"
-                    ptx.asm(f"@$2 st.global.b{bits} [$0], $1;", f"l,{kind},b", [at, part, ptx.bit_and(partly, mask)])
+                    operands = [at, part, ptx.bit_and(partly, mask)]
+                    ptx.asm(f"@$2 st.global.b{bits} [$0], $1;", f"l,{ptx.KINDS[bits]},b", operands)
             guard, operands = ("", []) if whole is None else ("@$5 ", [whole])
             text = f"{guard}st.global.v4.b32 [$0], {{$1,$2,$3,$4}};"
             if evict_first:
@@ -332,7 +331,7 @@ def store(
 
 
 def row_of(tile: RegisterTile, row: ir.Value) -> ir.Value:
-    """The row that the thread works on."""
+    """Returns the row that the thread works on."""
     if tile.lanes > 32:
         return row
     return ptx.add(row, ptx.div(ptx.thread_in_warpgroup(), tile.lanes))

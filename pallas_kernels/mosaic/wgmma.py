@@ -11,21 +11,25 @@ tiles, and are stored by the four registers of which an instruction multiplies, 
 """
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.hardware import WARPGROUP_ROWS
 from pallas_kernels.mosaic import ptx
-from pallas_kernels.mosaic.ptx import WGMMA
+from pallas_kernels.mosaic.ptx import WGMMA, Ref
 
 _DEPTH = 16  # columns of 16-bit numbers that an instruction multiplies
 _LINE = 128  # bytes of a panel's row
@@ -37,28 +41,28 @@ _VECTORS = 8  # of a thread, of four numbers
 _WARP_BYTES = _VECTORS * 32 * 16  # of a square's sums
 
 
-def multiply(left: Any, right: Any, *, depth: int, sums: jax.Array | None = None) -> jax.Array:
+def multiply(left: Ref, right: Ref, *, depth: int, sums: jax.Array | None = None) -> jax.Array:
     """Issues `left @ right.T` of `depth` columns in panels of shared memory; with `sums`, adds to those.
 
     Without `sums`, WGMMA overwrites the registers. The result is for `wait` alone.
     """
-    dtype, (_, rows, _), (_, numbers, _) = jnp.dtype(right.dtype), left.shape, right.shape
+    dtype, (_, rows, _), (_, columns, _) = jnp.dtype(right.dtype), left.shape, right.shape
 
     def multiply_shared(ctx, left, right, *sums):
         pairs = []
         for column in range(0, depth, _DEPTH):
             panel, within = divmod(column, PANEL)
             offset = within * dtype.itemsize
-            places = [(x, panel * n * _LINE + offset) for x, n in ((left, rows), (right, numbers))]
-            pairs.append(tuple([_panel_descriptor(*place)] for place in places))
-        return _issue(pairs, numbers, dtype, *sums)
+            factors = [(x, panel * n * _LINE + offset) for x, n in ((left, rows), (right, columns))]
+            pairs.append(tuple([_panel_descriptor(*factor)] for factor in factors))
+        return _issue(pairs, columns, dtype, *sums)
 
-    return _call(multiply_shared, (left, right), numbers, sums, depth=depth)
+    return _call(multiply_shared, (left, right), columns, sums, depth=depth)
 
 
-def multiply_rows(sums: jax.Array, left: jax.Array, right: Any) -> jax.Array:
+def multiply_rows(sums: jax.Array, left: jax.Array, right: Ref) -> jax.Array:
     """Issues `sums + left @ right`, the right factor in panels of shared memory. The result is for `wait`."""
-    dtype, numbers, rows = jnp.dtype(right.dtype), sums.shape[1], right.shape[1]
+    dtype, columns, rows = jnp.dtype(right.dtype), sums.shape[1], right.shape[1]
 
     def multiply_registers(ctx, left, right, *sums):
         words = [ptx.pair_word(pair) for pair in left.registers.flat]
@@ -66,12 +70,12 @@ def multiply_rows(sums: jax.Array, left: jax.Array, right: Any) -> jax.Array:
         for i in range(rows // _DEPTH):
             descriptor = _panel_descriptor(right, i * _DEPTH * _LINE, rows * _LINE)
             pairs.append((words[4 * i : 4 * i + 4], [descriptor]))
-        return _issue(pairs, numbers, dtype, *sums, transposed=(False, True))
+        return _issue(pairs, columns, dtype, *sums, transposed=(False, True))
 
-    return _call(multiply_registers, (left, right), numbers, sums, numbers=numbers)
+    return _call(multiply_registers, (left, right), columns, sums, width=columns)
 
 
-def multiply_columns(left: Sequence[Any], right: Sequence[Any]) -> jax.Array:
+def multiply_columns(left: Sequence[Ref], right: Sequence[Ref]) -> jax.Array:
     """Issues the sum of `x.T @ y`: each `x` a panel, each `y` panels of as many rows. The result is for `wait`."""
     dtype, (panels, rows, columns) = jnp.dtype(right[0].dtype), right[0].shape
 
@@ -85,7 +89,13 @@ def multiply_columns(left: Sequence[Any], right: Sequence[Any]) -> jax.Array:
     return _call(multiply_transposed, (*left, *right), panels * columns, None)
 
 
-def _call(operation: Any, factors: tuple[Any, ...], columns: int, sums: jax.Array | None, **static: Any) -> jax.Array:
+def _call(
+    operation: Callable[..., mgpu.FragmentedArray],
+    factors: tuple[Ref | jax.Array, ...],
+    columns: int,
+    sums: jax.Array | None,
+    **static: int,
+) -> jax.Array:
     operands = [*factors] if sums is None else [*factors, sums]
     operands = [(x, WGMMA) if isinstance(x, jax.Array) else x for x in operands]
     result = (WARPGROUP_ROWS, columns), jnp.float32, WGMMA
@@ -94,7 +104,7 @@ def _call(operation: Any, factors: tuple[Any, ...], columns: int, sums: jax.Arra
 
 def _issue(
     pairs: Sequence[tuple[list[ir.Value], list[ir.Value]]],
-    numbers: int,
+    columns: int,
     dtype: jnp.dtype,
     sums: mgpu.FragmentedArray | None = None,
     *,
@@ -104,7 +114,7 @@ def _issue(
 
     `transposed`: whether the left factor has its rows, and the right one its columns, along the lines of panels.
     """
-    count, kind = numbers // 2, {"bfloat16": "bf16", "float16": "f16"}[dtype.name]
+    count, kind = columns // 2, {"bfloat16": "bf16", "float16": "f16"}[dtype.name]
     given = [] if sums is None else [x for pair in sums.registers.flat for x in ptx.elements(pair)]
     in_registers = len(pairs[0][0]) > 1
     immediates = ", ".join(["1", "1", *(str(int(x)) for x in transposed[in_registers:])])
@@ -115,7 +125,7 @@ def _issue(
         factor = ",".join(f"${next(numbered)}" for _ in left)
         text += (
             f" setp.ne.b32 p, {int(i > 0 or sums is not None)}, 0; wgmma.mma_async.sync.aligned.m{WARPGROUP_ROWS}"
-            f"n{numbers}k{_DEPTH}.f32.{kind}.{kind} {into}, {'{' + factor + '}' if in_registers else factor}, "
+            f"n{columns}k{_DEPTH}.f32.{kind}.{kind} {into}, {'{' + factor + '}' if in_registers else factor}, "
             f"${next(numbered)}, p, {immediates};"
         )
     text += " wgmma.commit_group.sync.aligned; }"
@@ -124,11 +134,11 @@ def _issue(
     constraints += [kind for left, _ in pairs for kind in (*["r" if in_registers else "l"] * len(left), "l")]
     struct = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * count)})>")
     results = ptx.asm_value(text, ",".join(constraints), [*given, *operands], struct)
-    return _array([llvm.extractvalue(ir.F32Type.get(), results, [i]) for i in range(count)], numbers)
+    return _array([llvm.extractvalue(ir.F32Type.get(), results, [i]) for i in range(count)], columns)
 
 
-def _array(values: list[ir.Value], numbers: int) -> mgpu.FragmentedArray:
-    registers = np.empty(WGMMA.to_mgpu().registers_shape((WARPGROUP_ROWS, numbers)), dtype=object)
+def _array(values: list[ir.Value], columns: int) -> mgpu.FragmentedArray:
+    registers = np.empty(WGMMA.to_mgpu().registers_shape((WARPGROUP_ROWS, columns)), dtype=object)
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     registers.flat[:] = [vector.from_elements(pair, values[i : i + 2]) for i in range(0, len(values), 2)]
     return mgpu.FragmentedArray(_registers=registers, _layout=WGMMA.to_mgpu(), _is_signed=None)
@@ -136,23 +146,23 @@ def _array(values: list[ir.Value], numbers: int) -> mgpu.FragmentedArray:
 
 def _panel_descriptor(ref: ir.Value, offset: int, between_panels: int = 0) -> ir.Value:
     """Makes the matrix descriptor of panels from byte `offset` on; `between_panels` is their stride, if several."""
-    place = ptx.bit_and(arith.shrui(ptx.shared_address(ref), ptx.c32(4)), 0x3FFF)
+    address = ptx.bit_and(arith.shrui(ptx.shared_address(ref), ptx.c32(4)), 0x3FFF)
     layout = between_panels >> 4 << 16 | _EIGHT_LINES >> 4 << 32 | _SWIZZLE << 62
     layout = ptx.c64(layout - (1 << 64) if layout >= 1 << 63 else layout)
     # Added elsewhere, the offset has the same value, but ptxas keeps the descriptor in registers of each thread.
     if between_panels:
-        return ptx.add(arith.ori(arith.extui(ptx.i64(), place), layout), offset >> 4)
-    return arith.ori(arith.extui(ptx.i64(), ptx.add(place, offset >> 4)), layout)
+        return ptx.add(arith.ori(arith.extui(ptx.i64(), address), layout), offset >> 4)
+    return arith.ori(arith.extui(ptx.i64(), ptx.add(address, offset >> 4)), layout)
 
 
-def wait(issued: Any, *, pending: int) -> jax.Array:
+def wait(issued: jax.Array, *, pending: int) -> jax.Array:
     """Waits for a product; `pending` products that were issued after it may still be under way."""
     plgpu.wgmma_wait(pending)
     return completed(issued)
 
 
 def completed(issued: jax.Array) -> jax.Array:
-    """A product that an earlier wait has completed."""
+    """Returns a product that an earlier wait has completed."""
     return lax.optimization_barrier(issued)
 
 
@@ -181,8 +191,8 @@ def transforms(columns: int, dtype: jnp.dtype) -> tuple[Any, ...]:
     return tiling, plgpu.SwizzleTransform(columns * dtype.itemsize)  # pyright: ignore[reportAbstractUsage]
 
 
-def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory as the tensor cores read it."""
+def tiled(shape: tuple[int, ...], dtype: DTypeLike | None) -> pl.MemoryRef:
+    """Makes shared memory in the tiles that Mosaic's WGMMA reads."""
     dtype = jnp.dtype(dtype)
     return plgpu.SMEM(shape, dtype, transforms=transforms(columns_of_tile(shape[-1], dtype), dtype))
 
@@ -190,7 +200,7 @@ def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
 PANEL = 64  # columns of a panel, whose rows of 16-bit numbers take a swizzled line of 128 bytes
 
 
-def panels(shape: tuple[int, ...], dtype: Any) -> Any:
+def panels(shape: tuple[int, ...], dtype: DTypeLike) -> pl.MemoryRef:
     """Makes shared memory for `[..., rows, columns]`, as `[..., panels, rows, 64]`: TMA fills a panel from any rows.
 
     Lines are swizzled by TMA and by WGMMA's descriptors, of which Pallas knows nothing. Where an array in global memory
@@ -213,7 +223,7 @@ def store_square(target: jax.Ref, sums: jax.Array) -> None:
     """Stores a square of float32."""
 
     def store_fragments(ctx, target, sums):
-        at = _thread_place(target)
+        at = _thread_address(target)
         for i, pairs in enumerate(_vectors(sums.registers)):
             numbers = [number for pair in pairs for number in ptx.elements(pair)]
             ptx.asm(f"st.shared.v4.f32 [$0+{_offset(i)}], {{$1,$2,$3,$4}};", "r,f,f,f,f,~{memory}", [at, *numbers])
@@ -225,13 +235,13 @@ def load_square(source: jax.Ref) -> jax.Array:
     """Loads a square that `store_square` stored, by the same thread or as a copy of it."""
 
     def load_fragments(ctx, source):
-        at, f32 = _thread_place(source), ir.F32Type.get()
+        at, f32 = _thread_address(source), ir.F32Type.get()
         registers = np.empty(WGMMA.to_mgpu().registers_shape((_SIDE, _SIDE)), dtype=object)
         struct, pair = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>"), ir.VectorType.get((2,), f32)
         for i, pairs in enumerate(_vectors(registers)):
             text = f"ld.shared.v4.f32 {{$0,$1,$2,$3}}, [$4+{_offset(i)}];"
-            found = ptx.asm_value(text, "=f,=f,=f,=f,r,~{memory}", [at], struct)
-            numbers = [llvm.extractvalue(f32, found, [e]) for e in range(4)]
+            loaded = ptx.asm_value(text, "=f,=f,=f,=f,r,~{memory}", [at], struct)
+            numbers = [llvm.extractvalue(f32, loaded, [e]) for e in range(4)]
             pairs[:] = [vector.from_elements(pair, numbers[e : e + 2]) for e in (0, 2)]
         return mgpu.FragmentedArray(_registers=registers, _layout=WGMMA.to_mgpu(), _is_signed=None)
 
@@ -282,7 +292,7 @@ def await_square_read() -> None:
 
 
 def rows_of_squares(sums: jax.Array) -> jax.Array:
-    """`[..., rows / 64, columns / 64, 16, 256]` of squares as they are stored, as `[..., rows, columns]`."""
+    """Turns stored squares, `[..., rows / 64, columns / 64, 16, 256]`, into `[..., rows, columns]`."""
     *batch, down, across, _, _ = sums.shape
     # A square's axes: warp, half of its rows, its 16 columns, row, pair of columns, their half, and one of the pair.
     parts = sums.reshape(-1, down, across, 4, 2, 4, 8, 4, 2, 2)
@@ -290,7 +300,7 @@ def rows_of_squares(sums: jax.Array) -> jax.Array:
     return rows.reshape(*batch, down * _SIDE, across * _SIDE)
 
 
-def stmatrix(target: jax.Ref, factor: jax.Array, *, once: bool = False) -> None:
+def stmatrix(target: Ref, factor: jax.Array, *, once: bool = False) -> None:
     """Stores a left factor `[64, n]` of 16 bits into `[n / 64, 64, 64]`; `once`: outside of the loop over steps."""
     dtype = jnp.dtype(target.dtype)
 
@@ -339,13 +349,25 @@ def _offset(i: int) -> int:
     return i * 32 * 16
 
 
-def _thread_place(ref: ir.Value) -> ir.Value:
+def _thread_address(ref: ir.Value) -> ir.Value:
     lane, warp = lane_and_warp()
     offset = ptx.add(ptx.mul(warp, _WARP_BYTES), ptx.mul(lane, 16))
     return ptx.add(ptx.shared_address(ref), offset)
 
 
+def hide_unless(kept: Callable[[int, int], Iterable[ir.Value]], x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+    """Returns `x`, within an inline operation, and -inf where it is not `kept`.
+
+    `kept(j, r)` is of the two columns from `8 j` on and the row `8 r`, counted from a thread's first ones.
+    """
+    registers, outside = np.empty_like(x.registers), utils.c(-math.inf, ir.F32Type.get())
+    for i, pair in enumerate(x.registers.flat):
+        pairs = zip(kept(i // 2, i % 2), ptx.elements(pair), strict=True)
+        registers.flat[i] = vector.from_elements(pair.type, [arith.select(keep, v, outside) for keep, v in pairs])
+    return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+
 def lane_and_warp(once: bool = False) -> tuple[ir.Value, ir.Value]:
     """Returns a thread's lane in its warp and the warp in its warpgroup; `once`: outside of the loop over steps."""
-    thread = ptx.thread_found_here() if once else ptx.thread_in_warpgroup()
+    thread = ptx.reread_thread_index() if once else ptx.thread_in_warpgroup()
     return ptx.rem(thread, 32), ptx.div(thread, 32)

@@ -1,17 +1,16 @@
 """Decides which kernel runs a problem, with which config, from its sizes alone, and says why.
 
-`Thresholds` holds the tuned figures, and `tuned.json` those of each card. `docs/tuning/softmax.md` has the measurements
-behind them, under the figures' names.
+`Thresholds` holds the tuned figures. `docs/tuning/softmax.md` has the measurements behind them, under their names.
 """
 
 import dataclasses
 import functools
-from typing import Any
 
-from pallas_kernels.decision import Decision, Kernel, by_card, decision, refusals
+from pallas_kernels.decision import Decision, Kernel, decision, refusals
 from pallas_kernels.hardware import Device
 from pallas_kernels.softmax import grid, naive, online, reference, staged, warp
 from pallas_kernels.softmax.grid import GridConfig
+from pallas_kernels.softmax.kernel import Config
 from pallas_kernels.softmax.naive import NaiveConfig
 from pallas_kernels.softmax.online import OnlineConfig
 from pallas_kernels.softmax.problem import Op, Problem
@@ -31,7 +30,7 @@ _POWERS_OF_TWO = (
 
 @dataclasses.dataclass(frozen=True)
 class Thresholds:
-    """The tuned figures of a card. A row's bytes are those of all its operands."""
+    """The tuned figures. A row's bytes are those of all its operands."""
 
     # Which kernel.
     block_bytes: int = 108 * KIB  # longer rows leave a single CTA
@@ -54,6 +53,7 @@ class Thresholds:
     narrow_cols: int = 32
     small_elements: int = 2**19
     small_cols: int = 8192
+    few_rows_cols: tuple[int, int] = (1536, 5120)
 
     # warp: how many vectors a thread has at least.
     warp_vectors: int = 2
@@ -94,18 +94,12 @@ class Thresholds:
     batch_invariant_bytes: int = 64 * MIB
 
 
-DEFAULT = Thresholds()
-BY_CARD = by_card("softmax", DEFAULT)
-
-
-def thresholds(device: Device) -> Thresholds:
-    """The card's figures, or those of a card that was not tuned."""
-    return BY_CARD.get(device.card, DEFAULT)
+THRESHOLDS = Thresholds()
 
 
 def priority(problem: Problem, device: Device) -> tuple[str, ...]:
     """Orders kernels, the fastest first: the first that accepts the problem runs it, unless XLA is faster than all."""
-    t, rows, row_bytes = thresholds(device), _rows(problem, device), _row_bytes(problem)
+    t, rows, row_bytes = THRESHOLDS, _rows(problem), _row_bytes(problem)
     if row_bytes > t.online_bytes and rows < device.sm_count:
         return ("grid",)
     if problem.op.takes_stats:
@@ -121,13 +115,13 @@ def priority(problem: Problem, device: Device) -> tuple[str, ...]:
 
 
 def naive_configs(problem: Problem, device: Device) -> tuple[NaiveConfig, ...]:
-    """There is nothing to choose."""
+    """Returns the one config: there is nothing to choose."""
     return (NaiveConfig(),)
 
 
 def warp_configs(problem: Problem, device: Device) -> tuple[WarpConfig, ...]:
-    """As many threads share a row as have two vectors each, or four of a ragged row, up to a warp."""
-    t, vectors = thresholds(device), problem.max_vectors
+    """Shares a row among as many threads as have two vectors each, or four of a ragged row, up to a warp."""
+    t, vectors = THRESHOLDS, problem.max_vectors
     if _is_plain(problem) and problem.cols == t.warp_paired_cols and problem.dtype.itemsize == 2:
         return (WarpConfig(lanes=32, registers=1, tiles=2),)
     # The sum of a ragged row costs each thread two instructions for each element of one vector.
@@ -138,11 +132,11 @@ def warp_configs(problem: Problem, device: Device) -> tuple[WarpConfig, ...]:
 
 
 def block_configs(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
-    """A CTA handles one row, and the next CTA's copy is the prefetch; of many short rows it handles two."""
-    t, row_bytes = thresholds(device), _row_bytes(problem)
+    """Gives a CTA one row, so that the next CTA's copy is the prefetch, or two of many short rows."""
+    t, row_bytes = THRESHOLDS, _row_bytes(problem)
     staged = functools.partial(StagedConfig, ctas=1, stages=1, rows=1)
     one, two, four = (staged(warpgroups=n, registers=2) for n in (1, 2, 4))
-    many = _rows(problem, device) >= t.block_rows_per_sm * device.sm_count
+    many = _rows(problem) >= t.block_rows_per_sm * device.sm_count
     if row_bytes <= t.block_paired_bytes and many and (problem.op.gives_rows or _whole_vectors(problem)):
         pair = [dataclasses.replace(config, stages=2, rows=2) for config in (one, two)]
         pair.insert(1, dataclasses.replace(pair[0], registers=3))
@@ -157,63 +151,63 @@ def block_configs(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
 
 
 def cluster_configs(problem: Problem, device: Device) -> tuple[StagedConfig, ...]:
-    """The config that keeps most bytes of rows on an SM, in several CTAs; of equal ones, that with the most CTAs."""
-    t = thresholds(device)
-    if _rows(problem, device) <= t.cluster_few_rows:
+    """Chooses the config that keeps most bytes of rows on an SM, in several CTAs; of equal ones, the most CTAs."""
+    t = THRESHOLDS
+    if _rows(problem) <= t.cluster_few_rows:
         # So few rows leave SMs idle.
         return (StagedConfig(ctas=16, warpgroups=2, registers=2, stages=1, rows=1),)
-    if (better := _at_powers_of_two(problem, device)) is not None:
+    if (better := _at_powers_of_two(problem)) is not None:
         return (better,)
     configs = [
         StagedConfig(n, 2, registers, stages=1, rows=1, register_chunks=register_chunks)
         for n in t.cluster_sizes
-        for register_chunks in range(_max_register_chunks(problem, n, device), -1, -1)
+        for register_chunks in range(_max_register_chunks(problem, n), -1, -1)
         for registers in ((2, 1) if problem.op.has_labels or not _whole_vectors(problem) else (1,))
     ]
     configs = [config for config in configs if config.staged(problem.max_vectors) > 0]
     return (max(configs, key=lambda config: min(_resident_bytes(problem, config, device), t.resident_bytes)),)
 
 
-def _at_powers_of_two(problem: Problem, device: Device) -> StagedConfig | None:
+def _at_powers_of_two(problem: Problem) -> StagedConfig | None:
     """Looks up the config of rows whose length the fit misses."""
     if not _is_plain(problem) or not _whole_vectors(problem):
         return None
     size = _row_bytes(problem), problem.dtype.name
-    return next((config for *at, config in thresholds(device).powers_of_two if tuple(at) == size), None)
+    return next((config for *at, config in THRESHOLDS.powers_of_two if tuple(at) == size), None)
 
 
 def grid_configs(problem: Problem, device: Device) -> tuple[GridConfig, ...]:
-    """A CTA handles 32 KiB of operands, or more of very long rows; L2 holds the lookahead beside what is written."""
-    t, row_bytes = thresholds(device), _row_bytes(problem)
-    lookahead = t.lookahead_bytes_in_l2 if _fits_l2(problem, device) else t.lookahead_bytes
+    """Gives a CTA 32 KiB of operands, or more of very long rows; L2 holds the lookahead beside what is written."""
+    t, row_bytes = THRESHOLDS, _row_bytes(problem)
+    lookahead = t.lookahead_bytes_in_l2 if _fits_l2(problem) else t.lookahead_bytes
     ctas = min(max(-(-row_bytes // t.grid_cta_bytes), 2), t.grid_ctas)
     return (GridConfig(ctas=ctas, warpgroups=2, registers=2, lookahead=-(-lookahead // row_bytes)),)
 
 
 def online_configs(problem: Problem, device: Device) -> tuple[OnlineConfig, ...]:
-    """The config has enough loads in flight."""
-    t = thresholds(device)
+    """Chooses enough loads in flight."""
+    t = THRESHOLDS
     warpgroups = t.online_warpgroups if problem.op.gives_rows else t.online_warpgroups_of_stats
     return (OnlineConfig(warpgroups=warpgroups, registers=t.online_registers),)
 
 
 def _is_plain(problem: Problem) -> bool:
-    """Whether the operation is a forward pass without a mask."""
+    """Says whether the operation is a forward pass without a mask."""
     return problem.op in (Op.SOFTMAX, Op.LOG_SOFTMAX) and problem.where == "none"
 
 
 def _is_even(problem: Problem, config: StagedConfig) -> bool:
-    """Whether rows are a whole number of steps, so that no step needs checks."""
+    """Says whether rows are a whole number of steps, so that no step needs checks."""
     return _whole_vectors(problem) and problem.max_vectors == config.ctas * _padded(problem, config)
 
 
 def _whole_vectors(problem: Problem) -> bool:
-    """Whether rows begin and end with a vector."""
+    """Says whether rows begin and end with a vector."""
     return problem.cols * problem.dtype.itemsize % 16 == 0
 
 
-def _fits_l2(problem: Problem, device: Device) -> bool:
-    return _rows(problem, device) * _row_bytes(problem) <= thresholds(device).in_l2_bytes
+def _fits_l2(problem: Problem) -> bool:
+    return _rows(problem) * _row_bytes(problem) <= THRESHOLDS.in_l2_bytes
 
 
 def _padded(problem: Problem, config: StagedConfig) -> int:
@@ -221,9 +215,9 @@ def _padded(problem: Problem, config: StagedConfig) -> int:
     return config.steps(problem.max_vectors) * config.chunk
 
 
-def _max_register_chunks(problem: Problem, ctas: int, device: Device) -> int:
-    """How many chunks of a slice in registers leave room for two CTAs on an SM, as compiled."""
-    t = thresholds(device)
+def _max_register_chunks(problem: Problem, ctas: int) -> int:
+    """Says how many chunks of a slice in registers leave room for two CTAs on an SM, as compiled."""
+    t = THRESHOLDS
     if problem.where != "none" or problem.op.has_labels or not _whole_vectors(problem):
         return 0
     if problem.op.is_linear:
@@ -234,14 +228,14 @@ def _max_register_chunks(problem: Problem, ctas: int, device: Device) -> int:
 
 def _resident_bytes(problem: Problem, config: StagedConfig, device: Device) -> float:
     """Counts bytes of rows on an SM, of up to five CTAs; one or two count less, as few work while the others wait."""
-    t = thresholds(device)
+    t = THRESHOLDS
     by_chunks = t.ctas_by_chunks_32bit if problem.dtype.itemsize == 4 else t.ctas_by_chunks_16bit
     staged = problem.operands * config.staged(problem.max_vectors) * config.chunk * 16
     resident = min((device.smem_per_cta + KIB) // (staged + 4 * KIB), by_chunks[config.register_chunks])
     return {1: 0.5, 2: 1.5}.get(resident, resident) * _row_bytes(problem) / config.ctas
 
 
-def _rows(problem: Problem, device: Device) -> int:
+def _rows(problem: Problem) -> int:
     """Counts the rows to choose for: all there are or, where the choice may not depend on them, as many as 64 MiB hold.
 
     So many rows of up to 60 KiB get the configs of many, which lose few rows little. Longer ones, of which there are
@@ -249,7 +243,7 @@ def _rows(problem: Problem, device: Device) -> int:
     """
     if not problem.batch_invariant:
         return problem.rows
-    return max(thresholds(device).batch_invariant_bytes // _row_bytes(problem), 1)
+    return max(THRESHOLDS.batch_invariant_bytes // _row_bytes(problem), 1)
 
 
 def _row_bytes(problem: Problem) -> int:
@@ -275,7 +269,7 @@ KERNELS = {each.name: each for each in _ALL}
 
 def _left_to_xla(problem: Problem, device: Device) -> str | None:
     """Says why XLA computes such rows faster than any kernel; None where a kernel is faster."""
-    t, op, cols, narrow = thresholds(device), problem.op, problem.cols, problem.dtype.itemsize == 2
+    t, op, cols, narrow = THRESHOLDS, problem.op, problem.cols, problem.dtype.itemsize == 2
     if problem.where == "full":
         if op is Op.SOFTMAX and cols <= t.fused_cols:
             return "XLA reads such rows and their mask once, in vectors; a kernel reads masks byte by byte"
@@ -290,9 +284,13 @@ def _left_to_xla(problem: Problem, device: Device) -> str | None:
     if narrow and (rows_alone or (op.gives_rows and t.nearly_narrow_cols <= cols < 16)):
         return "XLA has fewer instructions for such rows"
     is_small = problem.elements <= t.small_elements and cols <= t.small_cols
-    few_ragged = problem.rows <= 2 * device.sm_count and not _whole_vectors(problem)
-    if op is Op.SOFTMAX and is_small and (few_ragged or not narrow):
+    few = problem.rows <= 2 * device.sm_count
+    if op is Op.SOFTMAX and is_small and (not narrow or (few and not _whole_vectors(problem))):
         return "XLA starts sooner on so few elements"
+    least, most = t.few_rows_cols
+    forward = op is Op.CROSS_ENTROPY or (narrow and op in (Op.SOFTMAX, Op.LOG_SOFTMAX))
+    if few and forward and least <= cols <= most:
+        return "XLA's blocks read so few rows sooner than a CTA that waits for all of its row"
     return None
 
 
@@ -301,7 +299,7 @@ _STATISTICS = "it finds the rows' statistics, and XLA computes the rest, which i
 
 
 def decide(
-    problem: Problem, device: Device, *, kernel: str | None = None, config: Any = None, alone: bool = False
+    problem: Problem, device: Device, *, kernel: str | None = None, config: Config | None = None, alone: bool = False
 ) -> Decision:
     """Picks what runs `problem` on `device` fastest; `kernel` and `config` override the choice of a kernel.
 
@@ -309,19 +307,19 @@ def decide(
     kernel is asked for, or is to run `alone`, or bits may not depend on the batch, XLA computes these: all of float32
     rows that it reads once, and of long rows what follows from the statistics, for whose problem the decision is.
     """
-    found = _kernel_for(problem, device, kernel, config)
-    if found.chosen is None or kernel or alone or problem.batch_invariant:
-        return found
+    decided = _kernel_for(problem, device, kernel, config)
+    if decided.chosen is None or kernel or alone or problem.batch_invariant:
+        return decided
     if (why := _left_to_xla(problem, device)) is not None:
         return _by_xla(problem, device, why)
     if not problem.op.is_log_softmax:
-        return found
-    if problem.cols > thresholds(device).fused_cols:
+        return decided
+    if problem.cols > THRESHOLDS.fused_cols:
         stats = _kernel_for(dataclasses.replace(problem, op=Op.STATS), device)
-        return found if stats.chosen is None else dataclasses.replace(stats, reason=f"{_STATISTICS}; {stats.reason}")
+        return decided if stats.chosen is None else dataclasses.replace(stats, reason=f"{_STATISTICS}; {stats.reason}")
     if problem.dtype.itemsize == 4:
         return _by_xla(problem, device, _READS_ONCE)
-    return found
+    return decided
 
 
 def _by_xla(problem: Problem, device: Device, why: str) -> Decision:
@@ -329,7 +327,7 @@ def _by_xla(problem: Problem, device: Device, why: str) -> Decision:
     return Decision(problem, device, None, None, why, tuple(declined.items()))
 
 
-def _kernel_for(problem: Problem, device: Device, kernel: str | None = None, config: Any = None) -> Decision:
+def _kernel_for(problem: Problem, device: Device, kernel: str | None = None, config: Config | None = None) -> Decision:
     """Picks the fastest kernel that accepts `problem`."""
     refused = refusals(KERNELS, problem, device)
     names = (kernel,) if kernel else priority(problem, device)

@@ -10,7 +10,6 @@ Traffic: 1 read, 1 write, and 1 read that L2 serves.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -23,7 +22,7 @@ from pallas_kernels.mosaic import mbarrier, ptx, reduce
 from pallas_kernels.mosaic.ptx import Index
 from pallas_kernels.mosaic.reduce import ReductionBuffer
 from pallas_kernels.softmax import row_ops
-from pallas_kernels.softmax.kernel import Operands, Results, allocated, launch, unsupported_reason
+from pallas_kernels.softmax.kernel import Operands, Results, Scratch, allocated, launch, unsupported_reason
 from pallas_kernels.softmax.problem import Problem
 from pallas_kernels.softmax.staged import CtaSlice, SharedConfig, copies, slice_scratch
 
@@ -49,7 +48,7 @@ def unsupported(
     return None
 
 
-def scratch(problem: Problem, config: GridConfig) -> dict[str, Any]:
+def scratch(problem: Problem, config: GridConfig) -> Scratch:
     """Returns the shared memory of a CTA."""
     cta_buffer, grid_buffer = _buffers(problem, config)
     return {
@@ -73,7 +72,7 @@ def _buffers(problem: Problem, config: GridConfig) -> tuple[ReductionBuffer, Red
 
 
 def _consumers(problem: Problem, config: GridConfig) -> int:
-    """How many CTAs write a row's results."""
+    """Says how many CTAs write a row's results."""
     return config.ctas if problem.op.gives_rows else 1
 
 

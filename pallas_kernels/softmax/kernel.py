@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
@@ -22,7 +23,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 # Scalars of replicated vectors ask for 16 bytes of scratch that nothing uses: no reduction crosses warps.
 REDUCTION_SCRATCH = 16
 _LEAST = 2.0**-100  # of a unit: what its exponential needs stays in float32's range
-Scratch = Mapping[str, Any]  # by name, a type of reference or a list of them
+Scratch = Mapping[str, pl.MemoryRef | list[pl.MemoryRef]]  # shared memory by name
 Results = jax.Array | Stats | tuple[jax.Array, ...]
 
 
@@ -38,7 +39,7 @@ class Config:
 
 
 def unsupported_reason(problem: Problem, *, takes_stats: bool = False) -> str | None:
-    """Why no kernel takes the problem, or none but one that `takes_stats` of the rows as operands."""
+    """Says why no kernel takes the problem, unless one does that `takes_stats` of the rows as operands."""
     if problem.op not in row_ops.OPERATIONS:
         return f"the kernels have no {problem.op}"
     if problem.dtype.name not in DTYPES:
@@ -59,7 +60,7 @@ def unsupported_reason(problem: Problem, *, takes_stats: bool = False) -> str | 
 
 
 def _unsupported_loss(problem: Problem) -> str | None:
-    """Why no kernel takes what only the cross entropy has."""
+    """Says why no kernel takes what only the cross entropy has."""
     if not problem.op.has_labels:
         extras = {"a soft cap": problem.soft_cap, "label smoothing": problem.smoothing, "a z loss": problem.z_loss}
         asked = [name for name, value in extras.items() if value]
@@ -180,7 +181,7 @@ class Operands:
     ) -> None:
         """Writes the result of a tile."""
         problem = self.problem
-        out = row_ops.result(problem, tiles, stats, row_ops.exp_for(problem), tile.broadcast)
+        out = row_ops.result(row_ops.RowTile(problem, tiles, stats, tile.broadcast))
         if self.mask is not None:
             out = vectors.select_by_mask(
                 self.mask, self.problem.rows, row, first, tile, out, row_ops.masked_output(problem.op)

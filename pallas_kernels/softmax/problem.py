@@ -33,12 +33,12 @@ class Op(enum.StrEnum):
 
     @property
     def is_linear(self) -> bool:
-        """Whether the operands are a residual and a (co)tangent."""
+        """Says whether the operands are a residual and a (co)tangent."""
         return self.streams == 3
 
     @property
     def is_log_softmax(self) -> bool:
-        """Whether it is log_softmax or one of its derivatives."""
+        """Says whether it is log_softmax or one of its derivatives."""
         return self.value.startswith("log_softmax")
 
     @property
@@ -47,7 +47,7 @@ class Op(enum.StrEnum):
         return {
             "cross_entropy": ("labels",),
             "cross_entropy_gradient": ("labels", "weights"),
-            "cross_entropy_cotangent": ("labels", "weights", "of_p", "max", "sum", "count"),
+            "cross_entropy_cotangent": ("labels", "weights", "prob_factor", "max", "sum", "count"),
         }.get(self.value, ())
 
     @property
@@ -56,17 +56,17 @@ class Op(enum.StrEnum):
 
     @property
     def gives_rows(self) -> bool:
-        """Whether a result has the rows' size."""
+        """Says whether a result has the rows' size."""
         return self.streams > 1
 
     @property
     def gives_stats(self) -> bool:
-        """Whether the rows' statistics are results: they are the last ones, each with one value for each row."""
+        """Says whether the rows' statistics are results: they are the last ones, each with one value for each row."""
         return self.value == "stats" or (self.has_labels and not self.takes_stats)
 
     @property
     def takes_stats(self) -> bool:
-        """Whether the rows' statistics are operands, so that a kernel reduces nothing."""
+        """Says whether the rows' statistics are operands, so that a kernel reduces nothing."""
         return "max" in self.row_operands
 
 

@@ -25,7 +25,7 @@ from pallas_kernels.monoid import (
     scaled,
 )
 from pallas_kernels.softmax.problem import IGNORED
-from pallas_kernels.types import accumulator_dtype, varying_like
+from pallas_kernels.types import Index, accumulator_dtype, varying_like
 
 Axes = tuple[int, ...]
 
@@ -107,12 +107,22 @@ def _maximum_again(z: jax.Array, axes: Axes) -> jax.Array:
     return jnp.expand_dims(jax.lax.reduce(z, least, jax.lax.max, axes), axes)
 
 
-def _state(z: jax.Array, axes: Axes, unit: float, gpu: bool = False) -> Stats:
-    """Finds the row's state, in the logits' unit; right also where XLA takes the maximum over devices. Keeps axes."""
+def _state(z: jax.Array, axes: Axes, unit: float, gpu: bool = False, maximum: jax.Array | None = None) -> Stats:
+    """Finds the row's state, in the logits' unit; right also where XLA takes the maximum over devices. Keeps axes.
+
+    `maximum` is the row's, if it was found in another dtype.
+    """
     if gpu and _in_one_pass(z.shape, axes):
         return _state_in_one_pass(z, axes, unit)
-    m = _maximum(z, axes)
+    m = _maximum(z, axes) if maximum is None else maximum
     return Stats(*nan_or_infinite(m, decay(z, finite(m), exp=exp_in(unit)).sum(axes, keepdims=True)))
+
+
+def _narrow_maximum(x: jax.Array, where: jax.Array | None, axes: Axes, scale: float) -> jax.Array | None:
+    """Finds the maximum of numbers of 16 bits in their dtype, in half the bytes, which count where rows are strided."""
+    if x.dtype.itemsize != 2 or scale <= 0:
+        return None
+    return _in_units(_maximum(_held(x, where), axes), scale)[0]
 
 
 def _state_in_one_pass(z: jax.Array, axes: Axes, unit: float) -> Stats:
@@ -127,7 +137,7 @@ def _state_in_one_pass(z: jax.Array, axes: Axes, unit: float) -> Stats:
 
 
 def _stride(shape: Sequence[int], axes: Axes) -> int:
-    """How many elements lie between neighbours of a row; 1 where a row's elements are in several places."""
+    """Says how many elements lie between neighbours of a row; 1 where a row's elements are in several places."""
     first, last = (min(axes), max(axes)) if axes else (0, -1)
     return math.prod(shape[last + 1 :]) if last - first + 1 == len(axes) else 1
 
@@ -138,7 +148,7 @@ def _in_one_pass(shape: Sequence[int], axes: Axes) -> bool:
 
 
 def by_state(shape: Sequence[int], axes: Axes, itemsize: int) -> bool:
-    """Whether XLA for a GPU is faster if it finds the rows' states first, and then reads the rows once more.
+    """Says whether XLA for a GPU is faster if it finds the rows' states first, and then reads the rows once more.
 
     Numbers of 16 bits it would widen in a pass of their own, before it merges states.
     """
@@ -154,7 +164,7 @@ def _rows(
     """Computes the logits' distances from the row's maximum, their weights, and the sum of the weights.
 
     Rows without a finite maximum give NaN: XLA reads a row once only where nothing guards against that. With `again`
-    the expressions are others than without, so that XLA for a GPU does not write what a forward pass has in common.
+    the maximum is another expression, so that XLA for a GPU shares nothing with a forward pass, which it would write.
     """
     if known is not None:
         maximum, total = (jnp.expand_dims(part, axes) for part in known)
@@ -167,11 +177,9 @@ def _rows(
         return _times(z - maximum, unit), exp_in(unit)(z - maximum), total
     if gpu and again and _stride(z.shape, axes) == 1 and math.prod(z.shape) > _BEYOND_CACHE:
         maximum = _maximum_again(z, axes)
-    elif x.dtype.itemsize == 2 and scale > 0:
-        # Found in their dtype, it has half the bytes, which count where rows are strided and short.
-        maximum, _ = _in_units(_maximum(_held(x, where), axes), scale)
     else:
-        maximum = _maximum(z, axes)
+        maximum = _narrow_maximum(x, where, axes, scale)
+        maximum = _maximum(z, axes) if maximum is None else maximum
     distance = z - maximum
     weights = exp_in(unit)(distance)
     return _times(distance, unit), weights, weights.sum(axes, keepdims=True)
@@ -217,14 +225,15 @@ def stats(x: jax.Array, where: jax.Array | None = None, *, axes: Axes, scale: fl
     z, unit = _in_units(x, scale)
     # XLA would widen short rows' numbers of 16 bits in a pass of their own.
     one_pass = gpu and (x.dtype.itemsize > 2 or math.prod(x.shape[d] for d in axes) >= _WIDENED_COLS)
-    kept = scaled(_state(_held(z, where), axes, unit, one_pass), unit)
+    maximum = _narrow_maximum(x, where, axes, scale) if gpu else None
+    kept = scaled(_state(_held(z, where), axes, unit, one_pass, maximum), unit)
     return Stats(kept.max.squeeze(axes), kept.sum.squeeze(axes))
 
 
 def stats_tangent(
     x: jax.Array, where: jax.Array | None, t: jax.Array, maximum: jax.Array, *, axes: Axes, scale: float = 1.0
 ) -> jax.Array:
-    """The tangent of `stats(x).sum` for a tangent `t` of `x`, the maximum held constant (its choice has no effect)."""
+    """Returns `sum(exp(z - max) * dz)`, the tangent of `stats(x).sum` for `dx = t`, with `max` held constant."""
     maximum = jnp.expand_dims(maximum, axes)
     z, t = _logits_below(x, where, maximum, scale), logits(t, scale)
     weights = decay(z, maximum)
@@ -236,7 +245,7 @@ def stats_tangent(
 
 
 def row_dot(y: jax.Array, t: jax.Array, *, axes: Axes) -> jax.Array:
-    """`sum(y * t)` along `axes`, which are removed."""
+    """Returns `sum(y * t)` along `axes`, which are removed."""
     dtype = accumulator_dtype(y.dtype)
     return (y.astype(dtype) * t.astype(dtype)).sum(axes)
 
@@ -300,7 +309,7 @@ def log_softmax_cotangent(
 
 def _probabilities(x: jax.Array, axes: Axes, scale: float, known: Stats | None, gpu: bool) -> jax.Array:
     distance, weights, total = _rows(x, None, axes, scale, known, gpu, again=True)
-    # Rounded to 16 bits both are right. The logarithm is that of log_softmax, beside which no sum need be kept.
+    # Rounded to 16 bits, both forms are right. log_softmax has the logarithm too, so that no sum need be kept beside.
     return exp_in(1.0)(distance - jnp.log(total)) if x.dtype.itemsize == 2 else weights / total
 
 
@@ -321,7 +330,8 @@ def cross_entropy(
     `labels` has an extent of 1 on `axes`; a row whose label is `IGNORED` is not read and gives 0, 1 and 0.
     """
     read, (z, unit) = labels != IGNORED, _in_units(x, scale, soft_cap)
-    kept = scaled(_state(_held(z, where), axes, unit, gpu), unit)
+    maximum = _narrow_maximum(x, where, axes, scale) if gpu and soft_cap is None else None
+    kept = scaled(_state(_held(z, where), axes, unit, gpu, maximum), unit)
     values = [jnp.where(read, kept.max, 0.0), jnp.where(read, kept.sum, 1.0)]
     if smoothing:
         total = _times((z if where is None else jnp.where(where, z, 0.0)).sum(axes, keepdims=True), unit)
@@ -340,11 +350,11 @@ def cross_entropy_gradient(
     z_loss: float = 0.0,
     **options: Any,
 ) -> tuple[jax.Array, ...]:
-    """`weights` times the gradient of each row's loss, in `x`'s dtype, and what `cross_entropy` gives; its options."""
+    """Computes `weights` times the gradient of each row's loss, in `x`'s dtype, and the values of `cross_entropy`."""
     values = cross_entropy(x, labels, where, axes=axes, **options)
     known = Stats(*(jnp.expand_dims(value, axes) for value in values[:2]))
-    of_p = weight_of_p(weights, log_normalizer(known), z_loss)
-    out = cross_entropy_slope(x, labels, where, of_p, weights, known, axes=axes, **options)
+    prob_factor = prob_factor_of(weights, log_normalizer(known), z_loss)
+    out = cross_entropy_slope(x, labels, where, prob_factor, weights, known, axes=axes, **options)
     return (out.astype(x.dtype), *values)
 
 
@@ -352,7 +362,7 @@ def cross_entropy_cotangent(
     x: jax.Array,
     labels: jax.Array,
     weights: jax.Array,
-    of_p: jax.Array,
+    prob_factor: jax.Array,
     maximum: jax.Array,
     total: jax.Array,
     count: jax.Array,
@@ -361,12 +371,12 @@ def cross_entropy_cotangent(
     axes: Axes,
     **options: Any,
 ) -> jax.Array:
-    """`cross_entropy_slope` in `x`'s dtype, for some columns of rows whose states and `count` are of all columns.
+    """Computes `cross_entropy_slope` in `x`'s dtype for a part of the columns; states and `count` are of all columns.
 
     The label of a row that has it elsewhere is past the last column.
     """
     known = Stats(maximum, total)
-    return cross_entropy_slope(x, labels, where, of_p, weights, known, axes=axes, count=count, **options).astype(
+    return cross_entropy_slope(x, labels, where, prob_factor, weights, known, axes=axes, count=count, **options).astype(
         x.dtype
     )
 
@@ -375,18 +385,18 @@ def cross_entropy_slope(
     x: jax.Array,
     labels: jax.Array,
     where: jax.Array | None,
-    of_p: jax.Array,
-    of_q: jax.Array,
+    prob_factor: jax.Array,
+    label_factor: jax.Array,
     known: Stats,
     *,
     axes: Axes,
     scale: float = 1.0,
     soft_cap: float | None = None,
     smoothing: float = 0.0,
-    count: Any = None,
-    **_: Any,
+    count: Index | None = None,
+    **_: object,
 ) -> jax.Array:
-    """`(of_p * p - of_q * q) * dz/dx` in the dtype of accumulation, 0 in rows that are ignored.
+    """Computes `dx = (prob_factor * p - label_factor * q) * dz/dx` in the dtype of accumulation; 0 in ignored rows.
 
     `p = exp(z) / sum` of the rows' `known` states and `q = (1 - smoothing) * [j == label] + smoothing / count`. All but
     `x` and `where` have an extent of 1 on `axes`. `count` is the number of columns, where `x` is a part of them.
@@ -394,19 +404,19 @@ def cross_entropy_slope(
     z, at_label = logits(x, scale, soft_cap), columns(x, axes) == labels
     weights = decay(_logits_below(x, where, known.max, scale, soft_cap), known.max)
     # XLA would divide each element; this divides once a row.
-    by_p = weights * (of_p / known.sum)
+    by_p = weights * (prob_factor / known.sum)
     by_p = by_p if where is None else jnp.where(where, by_p, 0.0)
     q = jnp.where(at_label, 1.0 - smoothing, 0.0)
     if smoothing:
         share = smoothing / jnp.maximum(column_count(x, where, axes) if count is None else count, 1)
         q = q + (share if where is None else jnp.where(where, share, 0.0))
     slope = scale if soft_cap is None else scale * (1.0 - jnp.square(z / soft_cap))
-    out = (by_p - of_q * q) * slope
+    out = (by_p - label_factor * q) * slope
     # Masked elements may have any value.
     return jnp.where((labels != IGNORED) & (True if where is None else where | at_label), out, 0.0)
 
 
-def weight_of_p(weights: jax.Array, lse: jax.Array, z_loss: float) -> jax.Array:
+def prob_factor_of(weights: jax.Array, lse: jax.Array, z_loss: float) -> jax.Array:
     """Weighs a row's probabilities in the gradient: the loss rises with the logsumexp, and so does its square."""
     return weights * (1.0 + 2.0 * z_loss * lse) if z_loss else weights
 
@@ -421,8 +431,8 @@ def columns(x: jax.Array, axes: Axes) -> jax.Array:
     return index
 
 
-def column_count(x: jax.Array, where: jax.Array | None, axes: Axes) -> Any:
-    """How many columns of each row take part, with the reduced axes kept."""
+def column_count(x: jax.Array, where: jax.Array | None, axes: Axes) -> Index:
+    """Says how many columns of each row take part, with the reduced axes kept."""
     if where is None:
         return math.prod(x.shape[d] for d in axes)
     whole_rows = [n if d in axes else 1 for d, n in enumerate(x.shape)]

@@ -7,7 +7,7 @@ rises, as in online softmax; `rescaled` says which sums are. The table `OPERATIO
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -45,14 +45,14 @@ class LabelOperands(NamedTuple):
 
 
 def oob_fill(problem: Problem) -> tuple[float, ...]:
-    """The value that each operand has outside the row: it adds nothing to any sum. It is not scaled yet."""
+    """Returns the value of each operand outside the row, which adds nothing to any sum; it is not scaled yet."""
     if not has_max(problem.op):
         return (0.0, 0.0)
     return (-math.copysign(math.inf, problem.scale), 0.0)[: problem.operands]
 
 
 def exp_for(problem: Problem) -> Exp:
-    """The `exp` of differences of the problem's logits, which are in its unit."""
+    """Returns the `exp` of differences of the problem's logits, which are in its unit."""
     return fast_math.exp_for(problem.dtype, problem.unit)
 
 
@@ -62,22 +62,22 @@ def has_max(op: Op) -> bool:
 
 
 def rescaled(problem: Problem) -> tuple[bool, ...]:
-    """For each sum, whether it is relative to the maximum."""
+    """Says for each sum whether it is relative to the maximum."""
     return (True, False) if has_total(problem) else OPERATIONS[problem.op].rescaled
 
 
 def has_total(problem: Problem) -> bool:
-    """Whether the cross entropy's logits themselves are summed too."""
+    """Says whether the cross entropy's logits themselves are summed too."""
     return problem.op.has_labels and not problem.op.takes_stats and problem.smoothing != 0
 
 
 def num_values(problem: Problem) -> int:
-    """How many values a row's statistics have."""
+    """Says how many values a row's statistics have."""
     return has_max(problem.op) + len(rescaled(problem))
 
 
 def summands(op: Op, tiles: Tiles, maximum: jax.Array | None, exp: Exp) -> Tiles:
-    """The terms that are summed over the row; `maximum` has the tiles' shape."""
+    """Returns the terms that are summed over the row; `maximum` has the tiles' shape."""
     first, *others = tiles
     return OPERATIONS[op].summands(first if maximum is None else decay(first, maximum, exp=exp), *others)
 
@@ -94,7 +94,7 @@ def combine(problem: Problem, a: Sequence[jax.Array], b: Sequence[jax.Array], ex
 
 
 def merge(
-    problem: Problem, partial: Sequence[jax.Array], layout: Any, exp: Exp, tile: vectors.RegisterTile
+    problem: Problem, partial: Sequence[jax.Array], layout: ptx.Layout, exp: Exp, tile: vectors.RegisterTile
 ) -> RowStats:
     """Returns the row's statistics, once for each row of `tile`, from partial ones along axis 0, one array per value.
 
@@ -105,8 +105,8 @@ def merge(
         return RowStats(None, tuple(_repeat(part.sum(0), tile) for part in partial))
     maximum, *sums = partial
     relative = [part for part, decays in zip(sums, rescaled(problem), strict=True) if decays]
-    spread = lambda value: plgpu.layout_cast(jnp.broadcast_to(value, maximum.shape), layout)
-    total, *merged = monoid.merge_over((maximum, *relative), 0, exp=exp, spread=spread)
+    like = lambda value: plgpu.layout_cast(jnp.broadcast_to(value, maximum.shape), layout)
+    total, *merged = monoid.merge_over((maximum, *relative), 0, exp=exp, like=like)
     rest = (of_first_lane(_repeat(each, tile), tile) for each in merged)
     plain = lambda part: _repeat(part.sum(0), tile)
     both = (next(rest) if decays else plain(part) for part, decays in zip(sums, rescaled(problem), strict=True))
@@ -118,7 +118,7 @@ def _repeat(value: jax.Array, tile: vectors.RegisterTile) -> jax.Array:
 
 
 def values(stats: RowStats) -> list[jax.Array]:
-    """The maximum, if there is one, and the sums."""
+    """Lists the maximum, if there is one, and the sums."""
     return [value for value in (stats.max, *stats.sums) if value is not None]
 
 
@@ -143,9 +143,9 @@ def neutral_if_ignored(stats: RowStats, label_operands: LabelOperands | None) ->
 
 
 def with_factors(problem: Problem, stats: RowStats, label_operands: LabelOperands | None) -> RowStats:
-    """The whole row's statistics, with what the gradient multiplies the probabilities by and takes off them.
+    """Adds the gradient's factors to a row's statistics: those of the probabilities, and the smoothed label's share.
 
-    The maximum stays as it is: weights that the sum had and the result has are then computed once.
+    The maximum stays as it is, so that the compiler computes weights once that both the sum and the result have.
     """
     if label_operands is None or label_operands.weights is None:
         return stats
@@ -161,12 +161,12 @@ def with_factors(problem: Problem, stats: RowStats, label_operands: LabelOperand
 
 
 def given(problem: Problem, label_operands: LabelOperands, rest: Sequence[jax.Array]) -> RowStats:
-    """The statistics and factors that come as operands: `rest` follows the weights."""
-    of_p, maximum, total, count = rest
+    """Returns the statistics and factors that come as operands: `rest` follows the weights."""
+    prob_factor, maximum, total, count = rest
     weights = label_operands.weights
     assert weights is not None
     read = label_operands.labels >= 0
-    factors = [of_p * problem.scale * (1.0 / total)]
+    factors = [prob_factor * problem.scale * (1.0 / total)]
     if problem.smoothing:
         factors.append(weights * (problem.scale * problem.smoothing) * (1.0 / count))
     maximum = maximum if problem.unit == 1.0 else maximum * (1.0 / problem.unit)
@@ -174,20 +174,30 @@ def given(problem: Problem, label_operands: LabelOperands, rest: Sequence[jax.Ar
     return RowStats(maximum, (), tuple(factors))
 
 
-def result(
-    problem: Problem, tiles: Tiles, stats: RowStats, exp: Exp, broadcast: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
-    """Returns the operation's output for a tile; `broadcast` repeats a row's value over the tile."""
-    of_tile = OPERATIONS[problem.op].result
-    assert of_tile is not None, f"{problem.op} gives numbers of rows alone"
-    first = tiles[0]
-    weights = lambda: decay(first, broadcast(_maximum(stats)), exp=exp)
-    return of_tile(problem, tiles, stats, weights, broadcast)
+class RowTile(NamedTuple):
+    """A tile whose result is computed: its operands, its rows' statistics, and how a row's value is repeated in it."""
+
+    problem: Problem
+    operands: Tiles
+    stats: RowStats
+    broadcast: Callable[[jax.Array], jax.Array]
+
+    @property
+    def maximum(self) -> jax.Array:
+        assert self.stats.max is not None
+        return self.broadcast(self.stats.max)
+
+    @property
+    def weights(self) -> jax.Array:
+        """`exp(x - max)`."""
+        return decay(self.operands[0], self.maximum, exp=exp_for(self.problem))
 
 
-def _maximum(stats: RowStats) -> jax.Array:
-    assert stats.max is not None
-    return stats.max
+def result(tile: RowTile) -> jax.Array:
+    """Returns the operation's output for a tile."""
+    of_tile = OPERATIONS[tile.problem.op].result
+    assert of_tile is not None, f"{tile.problem.op} gives numbers of rows alone"
+    return of_tile(tile)
 
 
 def at_labels(problem: Problem, stats: RowStats, label_operands: LabelOperands, exp: Exp) -> jax.Array:
@@ -214,45 +224,39 @@ def masked_output(op: Op) -> float:
     return OPERATIONS[op].masked_output
 
 
-Weights = Callable[[], jax.Array]  # exp(x - max) of a tile
-Broadcast = Callable[[jax.Array], jax.Array]
+def _softmax(tile: RowTile) -> jax.Array:
+    return tile.weights * tile.broadcast(1.0 / tile.stats.sums[0])
 
 
-def _softmax(problem: Problem, tiles: Tiles, stats: RowStats, weights: Weights, broadcast: Broadcast) -> jax.Array:
-    return weights() * broadcast(1.0 / stats.sums[0])
+def _log_softmax(tile: RowTile) -> jax.Array:
+    distance = _times_unit(tile.problem, tile.operands[0] - tile.maximum)
+    return distance - tile.broadcast(fast_math.log(tile.stats.sums[0]))
 
 
-def _log_softmax(problem: Problem, tiles: Tiles, stats: RowStats, weights: Weights, broadcast: Broadcast) -> jax.Array:
-    return _times_unit(problem, tiles[0] - broadcast(_maximum(stats))) - broadcast(fast_math.log(stats.sums[0]))
+def _softmax_tangent(tile: RowTile) -> jax.Array:
+    """Computes `J t = scale * y * (t - sum(y * t))`."""
+    y, t = tile.operands
+    return _times_scale(tile.problem, y * (t - tile.broadcast(tile.stats.sums[0])))
 
 
-def _softmax_tangent(
-    problem: Problem, tiles: Tiles, stats: RowStats, weights: Weights, broadcast: Broadcast
-) -> jax.Array:
-    y, t = tiles
-    return _times_scale(problem, y * (t - broadcast(stats.sums[0])))
+def _log_softmax_tangent(tile: RowTile) -> jax.Array:
+    """Computes `J t = scale * (t - sum(p * t))`."""
+    total, of_t = tile.stats.sums
+    return _times_scale(tile.problem, tile.operands[1] - tile.broadcast(of_t * (1.0 / total)))
 
 
-def _log_softmax_tangent(
-    problem: Problem, tiles: Tiles, stats: RowStats, weights: Weights, broadcast: Broadcast
-) -> jax.Array:
-    return _times_scale(problem, tiles[1] - broadcast(stats.sums[1] * (1.0 / stats.sums[0])))
+def _log_softmax_cotangent(tile: RowTile) -> jax.Array:
+    """Computes `J^T t = scale * (t - p * sum(t))`."""
+    p, (total, of_t) = tile.weights, tile.stats.sums
+    return _times_scale(tile.problem, tile.operands[1] - p * tile.broadcast(of_t * (1.0 / total)))
 
 
-def _log_softmax_cotangent(
-    problem: Problem, tiles: Tiles, stats: RowStats, weights: Weights, broadcast: Broadcast
-) -> jax.Array:
-    of_p = weights()
-    return _times_scale(problem, tiles[1] - of_p * broadcast(stats.sums[1] * (1.0 / stats.sums[0])))
-
-
-def _cross_entropy_gradient(
-    problem: Problem, tiles: Tiles, stats: RowStats, weights: Weights, broadcast: Broadcast
-) -> jax.Array:
-    out = weights() * broadcast(stats.factors[0])
-    for factor in stats.factors[1:]:
-        out = out - broadcast(factor)
-    return _soft_cap_grad(problem, out, tiles[0])
+def _cross_entropy_gradient(tile: RowTile) -> jax.Array:
+    """Computes `dx = a * p - b * smoothing / cols`; `at_labels` overwrites the label's column."""
+    out = tile.weights * tile.broadcast(tile.stats.factors[0])
+    for factor in tile.stats.factors[1:]:
+        out = out - tile.broadcast(factor)
+    return _soft_cap_grad(tile.problem, out, tile.operands[0])
 
 
 def _times_scale(problem: Problem, x: jax.Array) -> jax.Array:
@@ -262,7 +266,7 @@ def _times_scale(problem: Problem, x: jax.Array) -> jax.Array:
 class RowOp(NamedTuple):
     """Says how an operation computes a row."""
 
-    result: Callable[..., jax.Array] | None  # a tile's output; None if only numbers of rows are results
+    result: Callable[[RowTile], jax.Array] | None  # a tile's output; None if only numbers of rows are results
     summands: Callable[..., Tiles] = lambda weights, *others: (weights, *others)  # `weights`: exp(x - max)
     rescaled: tuple[bool, ...] = (True,)  # for each sum, whether it is relative to the maximum
     has_max: bool = True  # whether the first operand is exponentiated; otherwise it is the first of `summands`

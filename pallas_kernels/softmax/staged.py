@@ -13,7 +13,7 @@ Traffic: 1 read, 1 write; in a cluster 8 bytes from each warp to each CTA too.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.experimental.pallas as pl
@@ -27,7 +27,7 @@ from pallas_kernels.mosaic.ptx import WARPGROUP, Index
 from pallas_kernels.mosaic.reduce import ReductionBuffer
 from pallas_kernels.mosaic.vectors import VECTOR_BYTES, RegisterTile
 from pallas_kernels.softmax import row_ops
-from pallas_kernels.softmax.kernel import Config, Operands, Results, allocated, launch, unsupported_reason
+from pallas_kernels.softmax.kernel import Config, Operands, Results, Scratch, allocated, launch, unsupported_reason
 from pallas_kernels.softmax.problem import Problem
 from pallas_kernels.softmax.row_ops import LabelOperands, RowStats, Tiles
 
@@ -50,7 +50,7 @@ class SharedConfig(Config):
 
     @property
     def no_unroll(self) -> bool:
-        """Whether loops over chunks stay loops, which saves registers."""
+        """Says whether loops over chunks stay loops, which saves registers."""
         return self.register_chunks > 0
 
     @property
@@ -63,7 +63,7 @@ class SharedConfig(Config):
         return -(-vectors // (self.ctas * self.chunk))
 
     def staged(self, vectors: int) -> int:
-        """The steps that are staged in shared memory."""
+        """Counts the steps that are staged in shared memory."""
         return self.steps(vectors) - self.register_chunks
 
 
@@ -96,12 +96,12 @@ def copies(problem: Problem, config: SharedConfig) -> int:
 
 
 def is_ragged(problem: Problem) -> bool:
-    """Whether rows begin anywhere between aligned vectors."""
+    """Says whether rows begin anywhere between aligned vectors."""
     return problem.cols * problem.dtype.itemsize % VECTOR_BYTES != 0
 
 
 def has_tails(problem: Problem, config: SharedConfig) -> bool:
-    """Whether a CTA needs the first aligned vector of the next CTA's slice, in which its own last vector ends."""
+    """Says whether a CTA needs the first aligned vector of the next CTA's slice, in which its own last vector ends."""
     return is_ragged(problem) and config.ctas > 1
 
 
@@ -124,7 +124,7 @@ class CtaSlice:
 
     @property
     def staged(self) -> int:
-        """How many steps are staged in shared memory; the later ones are held in registers."""
+        """Says how many steps are staged in shared memory; the later ones are held in registers."""
         return self.config.staged(self.problem.max_vectors)
 
     @property
@@ -186,13 +186,13 @@ class CtaSlice:
 
     @property
     def whole(self) -> int:
-        """How many of a row's vectors lie in it for every alignment, without the first."""
+        """Says how many of a row's vectors lie in it for every alignment, without the first."""
         cols, v = self.problem.cols, self.tile.vector
         return max(cols - v + 1, 0) // v if cols % v else cols // v
 
     @property
     def in_bounds(self) -> int:
-        """How many of a CTA's vectors lie in the row for every CTA and every alignment, without the first."""
+        """Says how many of a CTA's vectors lie in the row for every CTA and every alignment, without the first."""
         size, ctas = self.config.chunk, self.config.ctas
         if not self.config.interleaved:
             return max(self.whole - (ctas - 1) * self.vectors, 0)
@@ -201,7 +201,7 @@ class CtaSlice:
 
     @property
     def always_full(self) -> bool:
-        """Whether the vectors of every CTA lie in the row completely."""
+        """Says whether the vectors of every CTA lie in the row completely."""
         return self.in_bounds == self.vectors and self.problem.cols % self.tile.vector == 0
 
     def fill_outside(self, row: jax.Array, stage: Stage) -> None:
@@ -236,7 +236,7 @@ class CtaSlice:
         return tuple(map(load, stage[: self.problem.operands]))
 
     def _raw_for_stats(self, stage: Stage, row: jax.Array, step: jax.Array) -> Tiles:
-        """The operands' unconverted tiles of a step, from which the statistics are computed."""
+        """Reads the operands' unconverted tiles of a step, from which the statistics are computed."""
         tile = self.stats_tile
         raw = self._staged(stage, step)
         if not tile.wraps:
@@ -258,18 +258,18 @@ class CtaSlice:
         interior = interior or self.always_full
         return self.operands.in_float32(raw, row, self.at(step), tile, interior=interior, soft_capped=soft_capped)
 
-    def _loop(self, start: Index, stop: int, body: Callable[[jax.Array, Any], Any], init: Any) -> Any:
+    def _loop[Carry](self, start: Index, stop: int, body: Callable[[jax.Array, Carry], Carry], init: Carry) -> Carry:
         return (ptx.no_unroll if self.config.no_unroll else lax.fori_loop)(start, stop, body, init)
 
-    def _over_steps(
+    def _over_steps[Carry](
         self,
         stage: Stage,
         row: jax.Array,
         register_chunks: RegisterChunks,
-        add: Callable[[Any, Tiles], Any],
-        init: Any,
+        add: Callable[[Carry, Tiles], Carry],
+        init: Carry,
         soft_capped: bool,
-    ) -> Any:
+    ) -> Carry:
         """Folds the tiles of all steps into `init`, one after the other."""
         tiles_of = lambda raw, i: self._in_float32(raw, row, i, self.stats_tile, soft_capped=soft_capped)
         read = lambda i, x: add(x, tiles_of(self._raw_for_stats(stage, row, i), i))
@@ -301,7 +301,7 @@ class CtaSlice:
         return *maximum, *map(add_row, sums)
 
     @property
-    def layout(self) -> Any:
+    def layout(self) -> ptx.Layout:
         """The layout of values of which each warp has one."""
         return self.tile.layout.reduce(1)
 
@@ -387,7 +387,7 @@ def warps_buffer(problem: Problem, config: SharedConfig) -> ReductionBuffer:
     return ReductionBuffer(4 * config.warpgroups * config.ctas, row_ops.num_values(problem))
 
 
-def slice_scratch(problem: Problem, config: SharedConfig, *stages: int) -> dict[str, Any]:
+def slice_scratch(problem: Problem, config: SharedConfig, *stages: int) -> Scratch:
     """Makes shared memory for the staged part of a CTA's slices and for their tails, of all operands."""
     staged = (*stages, config.staged(problem.max_vectors), config.warpgroups)
     tails = (*(stages or (1,)), problem.operands, VECTOR_BYTES // problem.dtype.itemsize)
@@ -398,7 +398,7 @@ def slice_scratch(problem: Problem, config: SharedConfig, *stages: int) -> dict[
     }
 
 
-def scratch(problem: Problem, config: StagedConfig) -> dict[str, Any]:
+def scratch(problem: Problem, config: StagedConfig) -> Scratch:
     """Returns the shared memory of a CTA; two barriers are the cluster's."""
     return {
         **slice_scratch(problem, config, config.stages),

@@ -6,7 +6,7 @@ import pytest
 from absl.testing import flagsaver
 
 from benchmarks import __main__ as program
-from benchmarks import cases
+from benchmarks import tables
 
 
 @pytest.fixture
@@ -32,5 +32,5 @@ def binary(monkeypatch, capsys):
 @pytest.fixture(scope="session")
 def rows():
     """The case of rows of a name."""
-    known = {case.name: case for case in cases.TABLE.cases}
+    known = {case.name: case for case in tables.ROWS.cases}
     return known.__getitem__

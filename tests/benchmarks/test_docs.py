@@ -9,9 +9,9 @@ import jax
 import pytest
 from matplotlib import pyplot
 
-from benchmarks import attention_cases, call_cases, call_report, cases, docs, report, scaling
+from benchmarks import attention_cases, docs, pictures, promises, report, tables
 from benchmarks import results as measured
-from benchmarks.docs import TARGETS
+from benchmarks.promises import TARGETS
 from benchmarks.results import FOLDER, Results
 from pallas_kernels.softmax import dispatch
 
@@ -22,7 +22,7 @@ FULL, CAUSAL = attention_cases.TABLE.select(tags=["core"], pass_=["fwd"], patter
 
 
 def _record(name, ours=None, **others):
-    (case,) = [case for case in cases.TABLE.cases if case.name == name]
+    (case,) = [case for case in tables.ROWS.cases if case.name == name]
     copy = {"method": "copy:torch", "us": 31.0, "tb_per_s": 4.2}
     impls = {name.replace("kernel_", "rung:"): entry for name, entry in others.items()}
     impls |= {"ours": ours} if ours else {}
@@ -44,7 +44,7 @@ def folder(tmp_path):
     """Writes a result file of rows."""
 
     def write(name, timestamp, *records):
-        header = {"timestamp": timestamp, "commit": name, "device": {"name": "H"}, "versions": {"jax": "0"}}
+        header = {"timestamp": timestamp, "commit": name, "device": {"name": "NVIDIA H200"}, "versions": {"jax": "0"}}
         measured.write(tmp_path / "h200" / f"{name}.json", header, records)
         return tmp_path
 
@@ -103,35 +103,35 @@ def test_calls_have_tables_of_the_newest_run_of_each_card_and_of_each_sample(tmp
 
     times = lambda **us: {name: {"status": "ok", "us": value} for name, value in us.items()}
     seconds = {"status": "ok", "trace_s": 0.25, "lower_s": 0.5, "compile_s": 1.0}
-    chains = [case.name for case in call_cases.chains()][:2]
+    chains = [case.name for case in tables.TABLE.select(tags=["chains"])][:2]
     write("chains", [(chains[0], times(ours=9.0, xla=1.0))])
     write("chains", [(chains[1], times(ours=2.0, xla=1.0)), (chains[0], times(ours=1.0, xla=3.0))])
     write("chains", [(chains[0], times(ours=1.0, xla=4.0))], card="H200")
     write("sample", [("slow", times(ours=4.0, xla=8.0, cudnn=2.0)), ("fast", times(ours=1.0, xla=8.1))], seed=7)
     write("first", [("softmax", {"ours": seconds, "cudnn": {"status": "declined"}})])
-    found = call_report.TABLES | call_report.DETAILS
-    tables = {name: make(Results(tmp_path)) for name, make in found.items()}
-    lines = [line for line in tables["chains"].splitlines() if line.startswith("| `")]
+    found = docs.TABLES | docs.DETAILS
+    shown = {name: found[name](Results(tmp_path)) for name in ("chains", "sample", "first", "chain_groups")}
+    lines = [line for line in shown["chains"].splitlines() if line.startswith("| `")]
     assert [line.split(" | ")[:5] for line in lines] == [
         [f"| `{chains[0]}`", "H100", "1.0", "3.0", "3.000"],
         [f"| `{chains[1]}`", "H100", "2.0", "1.0", "0.500"],
         [f"| `{chains[0]}`", "H200", "1.0", "4.0", "4.000"],
     ]
-    assert "| H100, JAX 1, seed 7 | 2 of 3 | 2.012 | 1 (50.0%) | 1 |" in tables["sample"]
-    assert "| `slow` | 4.0 | 2.0 | 8.0 | 0.500 |" in tables["sample"]
-    assert "| `softmax` | H100 | 0.750 + 1.000 | - | - |" in tables["first"]
+    assert "| H100, JAX 1, seed 7 | 2 of 3 | 2.012 | 1 (50.0%) | 1 |" in shown["sample"]
+    assert "| `slow` | 4.0 | 2.0 | 8.0 | 0.500 |" in shown["sample"]
+    assert "| `softmax` | H100 | 0.750 + 1.000 | - | - |" in shown["first"]
     function, size = re.fullmatch(r"(.+?_bf16)_(.+)", chains[0]).groups()
     assert (
         f"| `{function}` | H100 | 2 | 1.224 | 0.500 ({chains[1].removeprefix(f'{function}_')}) |"
-        in tables["chain_groups"]
+        in shown["chain_groups"]
     )
-    assert f"| `{function}` | H200 | 1 | 4.000 | 4.000 ({size}) |" in tables["chain_groups"]
+    assert f"| `{function}` | H200 | 1 | 4.000 | 4.000 ({size}) |" in shown["chain_groups"]
 
 
 def test_slower_random_calls_of_attention_are_named(attend):
     results = attend("1", {FULL: {"ours": 100.0, "xla": 94.0}, CAUSAL: {"ours": 50.0, "cudnn": 60.0, "xla": 70.0}},
                      topic="attention sample", seed=5, left_out=["another"])  # fmt: skip
-    text = report.attention_sample(results)
+    text = docs.attention_sample(results)
     assert "| H100, JAX 1, seed 5 | 2 of 3 | 1.062 | 1 (50.0%) | 2026-11-10 | abc |" in text
     name = FULL.name.removeprefix("attention_")
     assert [line for line in text.splitlines() if "`" in line] == [
@@ -168,7 +168,7 @@ def test_the_newest_measurement_counts_and_says_when_it_was_made(folder):
     found = {line.split(" | ")[0]: line.split(" | ")[-1] for line in docs.DETAILS["rows"](results).splitlines()}
     assert found["| softmax f16 32768 x 1024"] == "2026-11-09 new |"
     assert found["| softmax f16 4096 x 131072"] == "2026-11-01 old |"
-    worst = next(line for line in docs.promises(results).splitlines() if "| 0.960 |" in line)
+    worst = next(line for line in promises.rows(results).splitlines() if "| 0.960 |" in line)
     assert "| 0.960 | kept |" in worst
     assert worst.endswith(f"| `{LONG}` | 2 | 2026-11-01 old |")
     assert "2026-11-01 old: N = 131072." in docs.TABLES["ladder_forward_f16"](results)
@@ -191,8 +191,8 @@ def test_of_few_queries_the_newest_measurement_counts(attend):
     attend("1", {other: {"ours": 80.0, "cudnn": 80.0}}, **facts)
     attend("1", {case: {"ours": 10.0}, other: {"ours": 20.0}}, **facts)
     results = attend("1", {other: {"ours": 10.0}}, card="H200", **facts)
-    found = {label: record["impls"]["ours"]["us"] for label, record in report.few_queries(results).items()}
-    assert found == {f"H100 {case.name}": 30.0, f"H100 {other.name}": 80.0}
+    found = {r["case"]["name"]: (report.CARD(r), r["impls"]["ours"]["us"]) for r in docs.few_queries(results)}
+    assert found == {case.name: ("H100", 30.0), other.name: ("H100", 80.0)}
 
 
 REFUSED = {
@@ -213,7 +213,7 @@ def test_what_is_no_median_has_no_place_in_a_table(folder, fault):
     with pytest.raises(ValueError, match=words):
         docs.DETAILS["rows"](Results(path))
     with pytest.raises(ValueError, match=words):
-        docs.draw(Results(path), path / "pictures")
+        pictures.draw(Results(path), path / "pictures")
 
 
 def test_a_case_that_a_file_has_twice_is_refused(folder):
@@ -260,7 +260,7 @@ def test_a_wrong_result_has_no_time_and_keeps_no_promise(folder):
     assert "| `softmax` | H200 | 1, 1 WRONG |" in docs.summary(results)
     worst, record, count = TARGETS[0].measured(results)
     assert (worst, record["case"]["name"], count) == (0.0, SHORT, 1)
-    assert "**missed**" in docs.promises(results)
+    assert "**missed**" in promises.rows(results)
 
 
 def test_what_must_be_at_most_something_is_missed_above_it(folder):
@@ -268,7 +268,7 @@ def test_what_must_be_at_most_something_is_missed_above_it(folder):
     for fraction, extra, verdict in ((0.95, 0, "goal"), (0.8, 2**21, "kept"), (0.7, 2**23, "**missed**")):
         results = Results(folder("run", "2026-11-02", _loss(fraction, extra)))
         assert target.word(target.measured(results)[0]) == verdict
-        row = next(line for line in docs.promises(results).splitlines() if "memory beyond the gradient" in line)
+        row = next(line for line in promises.rows(results).splitlines() if "memory beyond the gradient" in line)
         assert ("missed" in row) == (verdict == "**missed**")
     wrong = _loss(0.8)
     wrong["impls"]["ours"] = {"status": "WRONG", "reason": "off"}
@@ -278,15 +278,15 @@ def test_what_must_be_at_most_something_is_missed_above_it(folder):
 def test_what_is_missed_does_not_look_reached(folder):
     (target,) = [target for target in TARGETS if target.label.startswith("no memory beyond the output")]
     results = Results(folder("run", "2026-11-02", _record(SHORT, _entry(30.0, temp_bytes=1024))))
-    assert f"| {target.label} | 1 | - | 0.99999 | **missed** |" in docs.promises(results)
+    assert f"| {target.label} | 1 | - | 0.99999 | **missed** |" in promises.rows(results)
 
 
 def test_every_promise_and_every_line_of_the_summary_selects_cases():
     assert all(target.select() for target in TARGETS)
-    everything = [case.describe() for case in cases.TABLE.cases]
+    everything = [case.describe() for case in tables.ROWS.cases]
     assert {docs.line_of(case) for case in everything} == {*docs.LINES, None}
     assert {docs.line_of(case) for case in everything if "extended" in case["tags"]} == {None}
-    wanted = [len(attention_cases.TABLE.select(tags=[promise.tag], pass_=["bwd"])) for promise in report.PROMISES]
+    wanted = [len(attention_cases.TABLE.select(tags=[promise.tag], pass_=["bwd"])) for promise in promises.PROMISES]
     assert wanted == [32, 32, 27, 32]
 
 
@@ -335,24 +335,24 @@ def test_runs_of_attention_stand_by_card_and_version_and_two_sources_are_not_com
     assert [run.label for run in measured.attention_runs(results.folder)] == [
         f"H100, JAX {jax}{again}" for jax in ("0.12.0.1", "0.11.2") for again in ("", ", again")
     ]
-    _, _, full, causal = report.attention_cells("fwd")(results).splitlines()
+    _, _, full, causal = docs.attention_cells("fwd")(results).splitlines()
     # The repeated runs are of two sources, so that their times are not compared.
     assert full == "| D 128, S 2048, full | 102.0 | 100.0 | 0.980 | 0.900 | 100.0 | 110.0 | 1.100 | 1.200 | 0.980 | - |"
     assert causal.startswith("| D 128, S 2048, causal | WRONG | 60.0 | - |")
-    backward = report.attention_cells("bwd")(results)
+    backward = docs.attention_cells("bwd")(results)
     assert "| D 128, S 2048, full | - | - | - | - | - | 300.0 | 301.0 | 330.0 | 1.100 |" in backward
-    assert report.attention(results).splitlines()[2:] == [
+    assert docs.attention(results).splitlines()[2:] == [
         "| D 128, S 2048, full | 102.0 | 0.980 | - | - |",
         "| D 128, S 2048, causal | WRONG | - | - | - |",
     ]
-    text = report.attention_promises(results)
+    text = promises.attention(results)
     row = next(line for line in text.splitlines() if line.startswith("| H100, JAX 0.12.0.1, forward |"))
     assert row.startswith("| H100, JAX 0.12.0.1, forward | 0.000 **missed** (2 of 32 cells) |")
     assert row.endswith(" | 0.980 at D 128, S 2048, full |")
     assert "| H100, JAX 0.12.0.1 over H100, JAX 0.11.2, forward | 0.980 **missed** (1 of 32 cells) | 0.980 |" in text
     assert "H100, JAX 0.11.2" not in docs.summary(results)  # only the newest JAX of a card
     results = attend("0.12.0.1", {FULL: {"ours": 1.0}}, card="H200")
-    assert "over H200" not in report.attention_promises(results)
+    assert "over H200" not in promises.attention(results)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_runs_of_attention_stand_by_card_and_version_and_two_sources_are_not_com
 def test_versions_are_compared_by_the_geometric_mean(attend, times, words):
     attend("1", {case: {"ours": 100.0, "cudnn": 100.0} for case in (FULL, CAUSAL)})
     results = attend("2", {case: {"ours": us, "cudnn": 100.0} for case, us in zip((FULL, CAUSAL), times, strict=True)})
-    assert f"| H100, JAX 2 over H100, JAX 1, forward | {words}" in report.attention_promises(results)
+    assert f"| H100, JAX 2 over H100, JAX 1, forward | {words}" in promises.attention(results)
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_musts_and_goals(attend, ratios, words):
     pairs = zip((FULL, CAUSAL), ratios, strict=True)
     results = attend("1", {case: {"ours": 100.0, "cudnn": 100.0 * ratio, "fa4": 900.0} for case, ratio in pairs})
     (run,) = measured.attention_runs(results.folder)
-    found = [promise.judge(run, "fwd") for promise in report.PROMISES]
+    found = [promise.judge(run, "fwd") for promise in promises.PROMISES]
     assert [text.split(" (2 of ")[0] for text in found] == words
 
 
@@ -393,7 +393,7 @@ def test_committed_results_lie_in_the_folder_of_their_card():
 
 def test_pictures_are_drawn_from_results(folder, attend, tmp_path):
     attend("1", {FULL: {"ours": 100.0, "cudnn": 110.0}})
-    sweep = [case.name for case in cases.TABLE.select(op=["softmax"], pass_=["fwd"], dtype=["float16"], tags=["sweep"])]
+    sweep = [case.name for case in tables.ROWS.select(op=["softmax"], pass_=["fwd"], dtype=["float16"], tags=["sweep"])]
     results = Results(folder("run", "2026-11-02", *(_record(name, _entry(30.0)) for name in sweep)))
     attend("1", {FULL: {"ours": 100.0, "cudnn": 110.0}}, topic="attention sample")
     header = {"topic": "scaling", "commit": "abc", "device": {"name": "NVIDIA H200"}, "versions": {"jax": "1"}}
@@ -401,9 +401,9 @@ def test_pictures_are_drawn_from_results(folder, attend, tmp_path):
         records = [{"case": {"name": "loss_rows", "devices": 2}, "efficiency": efficiency}]
         path = tmp_path / "h200" / f"scaling_{efficiency}.json"
         measured.write(path, header | {"timestamp": f"2026-11-{path.stem[-1]}"}, records)
-    drawn = docs.draw(results, tmp_path / "pictures")
+    drawn = pictures.draw(results, tmp_path / "pictures")
     assert [path.name for path in drawn] == ["bandwidth_softmax_fwd_float16.svg", "attention.svg", "scaling.svg"]
-    (axes,) = scaling.draw(pyplot, measured.topic_runs("scaling", tmp_path)).axes
+    (axes,) = pictures.efficiency(pyplot, measured.topic_runs("scaling", tmp_path)).axes
     assert [bar.get_width() for bar in axes.patches] == [0.9]
     assert all(path.read_text().startswith("<?xml") for path in drawn)
 
@@ -413,7 +413,7 @@ def test_bars_and_calls_stand_where_their_numbers_are(attend):
     results = attend("1", {FULL: {"ours": 100.0, "xla": 120.0}, CAUSAL: {"ours": 50.0, "cudnn": 40.0}},
                      topic="attention sample")  # fmt: skip
     runs = [measured.attention_runs(results.folder, topic) for topic in ("attention", "attention sample")]
-    figure = report.draw_cells(pyplot, *runs[0], runs[1])
+    figure = pictures.cells(pyplot, *runs[0], runs[1])
     bars, calls = figure.axes
     drawn = {one.get_label(): [(bar.get_y() + bar.get_height() / 2, bar.get_width()) for bar in one]
              for one in bars.containers}  # fmt: skip
@@ -441,7 +441,7 @@ def test_lines_of_caches_have_each_implementations_times():
         for keys in (4096, 1024) for queries in (1, 4, 16)
     ]  # fmt: skip
     header = {"timestamp": "2026-11-10", "commit": "abc", "device": {"name": "H"}, "versions": {"jax": "1"}}
-    figure = report.draw_caches(pyplot, measured.Run(header, records))
+    figure = pictures.caches(pyplot, measured.Run(header, records))
     (axes,) = figure.axes
     drawn = {line.get_label(): [list(data) for data in line.get_data()] for line in axes.lines}
     assert drawn.pop("a read") == [[1024] * 3 + [4096] * 3, [512.0] * 3 + [2048.0] * 3]

@@ -1,23 +1,29 @@
 """The benchmark of the loss of `hidden @ weight`, small and on the CPU."""
 
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import docs, linear, report
+from benchmarks import docs, linear, report, runner
 from benchmarks import results as measured
-from benchmarks.results import ROOT, Results
+from benchmarks.impls import Options
+from benchmarks.linear import LinearCase
+from benchmarks.results import Results
+
+
+@pytest.fixture
+def measure(monkeypatch):
+    """Measures a case as it is."""
+    monkeypatch.setattr(LinearCase, "shrunk", lambda case: (case, {}))
+    return lambda case, names, rounds: next(runner.one_by_one([case], Options(names, rounds), float("inf")))
 
 
 @pytest.mark.parametrize("pass_", linear.PASSES)
-def test_every_program_is_right_and_compared_with_products(pass_):
-    case = linear.Case(96, 32, 500, pass_)
-    record = linear.measure(case, ("ours", "ours_mean", "products", "optax"), 2)
+def test_every_program_is_right_and_compared_with_products(measure, pass_):
+    case = LinearCase(96, 32, 500, pass_)
+    record = measure(case, ("ours", "ours_mean", "products", "optax"), 2)
     assert case.flops == 2 * 96 * 32 * 500 * {"forward": 1, "hidden": 2, "gradient": 3}[pass_]
     for name, entry in record["impls"].items():
         assert entry["status"] == "ok"
@@ -50,25 +56,25 @@ def _(primals, tangents):
 
 
 @pytest.mark.parametrize("fault", _FAULTS)
-def test_wrong_results_have_no_time(monkeypatch, fault):
+def test_wrong_results_have_no_time(measure, monkeypatch, fault):
     pass_, spoilt = _FAULTS[fault]
     wrong = lambda hidden, weight, labels, mean: spoilt(
         lambda *xs: linear._optax(*xs, mean=mean), hidden, weight, labels
     )
     monkeypatch.setitem(linear._LOSSES, "ours", wrong)
-    record = linear.measure(linear.Case(64, 32, 300, pass_), ("ours", "optax"), 1)
+    record = measure(LinearCase(64, 32, 300, pass_), ("ours", "optax"), 1)
     assert record["impls"]["ours"]["status"] == "WRONG"
     assert "us" not in record["impls"]["ours"]
     json.dumps(record, allow_nan=False)
     assert record["impls"]["optax"]["us"] > 0
 
 
-def test_what_does_not_fit_is_recorded_and_the_others_are_measured(monkeypatch, tmp_path):
+def test_what_does_not_fit_is_recorded_and_the_others_are_measured(measure, monkeypatch, tmp_path):
     def exhausted(**_):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 33621540864 bytes.")
 
     monkeypatch.setitem(linear._LOSSES, "optax", exhausted)
-    record = linear.measure(linear.Case(64, 32, 300, "gradient"), ("ours", "products", "optax", "tokamax"), 1)
+    record = measure(LinearCase(64, 32, 300, "gradient"), ("ours", "products", "optax", "tokamax"), 1)
     assert record["impls"]["optax"]["status"] == "failed"
     record["impls"]["optax"]["temp_bytes"] = 2**30
     ours = record["impls"]["ours"] = record["impls"]["ours"] | {"temp_bytes": 2**28, "x_products": 1.25}
@@ -81,13 +87,13 @@ def test_what_does_not_fit_is_recorded_and_the_others_are_measured(monkeypatch, 
         facts = header | {"commit": commit, "device": card, "versions": {"jax": "0"}} | day
         again = record | {"impls": record["impls"] | {"ours": ours}}
         measured.write(tmp_path / folder / f"{commit}.json", facts, [again])
-    _, _, *rows, _, where = report.linear(Results(tmp_path)).splitlines()
+    _, _, *rows, _, where = docs.linear(Results(tmp_path)).splitlines()
     cells = [row.strip("| ").split(" | ") for row in rows]
     assert [(row[1], row[2], row[3]) for row in cells] == [
         ("64 x 32 x 300", "H100", "8.00"),
         ("64 x 32 x 300", "H200", "2.00"),
     ]
-    assert [cells[0][i] for i in (7, 8, 10)] == ["out of memory", "failed", "3.00"]
+    assert [cells[0][i] for i in (7, 8, 10)] == ["out of memory", "not installed", "3.00"]
     assert where.startswith("NVIDIA H100, NVIDIA H200")
     summary = docs.summary(Results(tmp_path))
     assert "| `linear_cross_entropy` | H100 | 1 | 0.80 (0.80 ... 0.80) | - | 3.00 (3.00 ... 3.00) | 3.00 " in summary
@@ -97,28 +103,31 @@ def test_what_does_not_fit_is_recorded_and_the_others_are_measured(monkeypatch, 
         unknown = {"temp_bytes": None} if name == "ours" else {"temp_bytes": 0}
         impls = record["impls"] | {name: record["impls"][name] | unknown}
         measured.write(tmp_path / name / "h200" / "abc.json", facts, [record | {"impls": impls}])
-        assert report.linear_memory(Results(tmp_path / name)) == ""
+        assert docs.linear_memory(Results(tmp_path / name)) == ""
 
 
-def test_the_program_writes_every_case_and_says_what_is_not_installed(tmp_path):
+def test_the_binary_writes_every_case_and_says_what_is_not_installed(binary, tmp_path):
     path = tmp_path / "linear.json"
-    flags = ["--case=forward_2048|hidden_2048", "--impl=ours,products,liger", "--rounds=1", f"--json={path}"]
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    run = lambda *more: subprocess.run(
-        [sys.executable, "-m", "benchmarks.linear", *flags, *more], cwd=ROOT, env=env, capture_output=True, text=True
-    )
-    done = run()
-    assert done.returncode == 0, done.stderr
-    found = json.loads(path.read_text())
+    flags = ["--op=linear", "--case=forward_2048|hidden_2048", "--rounds=1", f"--json={path}"]
+    binary(*flags, "--impl=ours,products,liger")
+    found = measured.read(path)
     assert found["header"]["topic"] == "linear"
-    assert [r["case"]["name"] for r in found["records"]] == ["forward_32x64x4096", "hidden_32x64x4096"]
+    names = ["forward_2048x4096x262144", "hidden_2048x4096x262144"]
+    assert [record["case"]["name"] for record in found["records"]] == names
+    assert [record["measured"] for record in found["records"]] == ["forward_32x64x4096", "hidden_32x64x4096"]
     for record in found["records"]:
         assert {name: entry["status"] for name, entry in record["impls"].items()} == {
             "ours": "ok",
             "products": "ok",
             "liger": "not installed",
         }
-    assert "wanted some of ours" in run("--impl=theirs").stderr
-    path.unlink()
-    assert run("--budget_s=0").returncode == 0
-    assert not path.exists()
+    assert "wanted some of ours" in binary(*flags, "--impl=theirs", expect=1)
+    binary(*flags, "--impl=ours_mean", "--budget_s=0")
+    header = measured.read(path)["header"]
+    assert (header["topic"], header["left_out"]) == ("linear mean", names)
+
+
+def test_a_wrong_loss_makes_the_run_red(binary, monkeypatch):
+    monkeypatch.setitem(linear._LOSSES, "ours", lambda **x: 1.1 * linear._optax(**x))
+    out = binary("--op=linear", "--case=forward_2048", "--impl=ours", "--rounds=1", expect=1)
+    assert "ours is WRONG or failed in 1 of 1: forward_2048x4096x262144" in out

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as program
-from benchmarks import attention_cases, cases, linear, linear_peers, torch_peers
+from benchmarks import attention_cases, cases, linear, torch_peers
 from benchmarks import results as measured
 from tests import attention_oracle
 
@@ -86,10 +86,8 @@ def _softmax(x, axis=-1):
 
 
 def _cross_entropy(x, y, reduction="mean", ignore_index=-100):
-    Clock.now += 1
-    top = x.max(-1, keepdims=True)
-    lse = np.log(np.exp(x - top).sum(-1)) + top[:, 0]
-    losses = np.where(y == ignore_index, 0, lse - x[np.arange(len(x)), y]).astype(np.float32).view(Tensor)
+    losses = -np.log(np.take_along_axis(_softmax(x), np.maximum(y, 0)[:, None], 1)[:, 0])
+    losses = np.where(y == ignore_index, 0, losses).astype(np.float32).view(Tensor)
     return losses if reduction == "none" else losses.mean()
 
 
@@ -120,40 +118,31 @@ def _product(a, b):
     return a
 
 
-def _names(**found):
-    return types.SimpleNamespace(**found)
+_names = types.SimpleNamespace
 
 
 @pytest.fixture
 def torch(monkeypatch):
     monkeypatch.setattr(torch_peers, "_MATMUL_SIZE", 8)
-    rng = np.random.default_rng(0)
-    made = lambda x: np.asarray(x).view(Tensor)
-    nothing = lambda *_: None
-    monkeypatch.setattr(torch_peers.gc, "collect", nothing)  # which looks through all that JAX has traced
-    backward = lambda t, y, axis, dtype: _softmax(y)
+    monkeypatch.setattr(torch_peers.gc, "collect", lambda: None)  # which looks through all that JAX has traced
+    rng, nothing = np.random.default_rng(0), lambda *_: None
+    made = lambda make: lambda *args, device=None, dtype=None: np.asarray(make(*args), dtype).view(Tensor)
     return _names(
         cuda=_names(Event=Clock, CUDAGraph=Graph, graph=_capturing, synchronize=nothing, empty_cache=nothing),
         compiler=_names(reset=nothing),
-        ops=_names(aten=_names(_softmax_backward_data=backward, _log_softmax_backward_data=None)),
+        ops=_names(aten=_names(_softmax_backward_data=lambda t, y, axis, dtype: _softmax(y))),
         autograd=_names(grad=_gradients),
         nn=_names(functional=_names(cross_entropy=_cross_entropy)),
         compile=lambda f, dynamic: f,
         manual_seed=nothing,
-        randn=lambda shape, device, dtype: made(rng.standard_normal(shape).astype(dtype)),
-        randint=lambda low, high, shape, device: made(rng.integers(low, high, shape)),
-        empty=lambda size, device, dtype: made(np.zeros(size, dtype)),
-        empty_like=lambda x: made(np.zeros_like(x)),
-        arange=lambda n, device: made(np.arange(n)),
-        tensor=lambda x, device, dtype=None: made(np.array(x, dtype)),
+        randn=made(rng.standard_normal),
+        randint=made(rng.integers),
         topk=lambda y, k: (np.sort(y)[:, ::-1][:, :k], np.argsort(y)[:, ::-1][:, :k]),
-        where=lambda seen, x, y: made(np.where(seen, x, y)),
+        **{name: made(make) for name, make in {"empty": np.zeros, "arange": np.arange, "tensor": np.array}.items()},
+        **{name: made(getattr(np, name)) for name in ("where", "empty_like")},
+        **{name: getattr(np, name) for name in ("maximum", "stack", "float32", "int32")},
         softmax=_softmax,
         matmul=_product,
-        maximum=np.maximum,
-        stack=np.stack,
-        float32=np.float32,
-        int32=np.int32,
         bfloat16=ml_dtypes.bfloat16,
     )
 
@@ -217,7 +206,7 @@ def installed(monkeypatch):
 
 
 def _rows(pass_, rows=4, cols=256, op="softmax", variant=""):
-    case = cases.RowCase(op, pass_, rows, cols, "float32", "test", frozenset(), variant)
+    case = cases.Case(op, pass_, "float32", (rows, cols), frozenset(), cases.VARIANTS[variant], source="test")
     return case.told() | {"buffers": 3}
 
 
@@ -381,12 +370,11 @@ def test_losses_of_products_are_timed_beside_as_many_products(torch, installed, 
     wrong = types.SimpleNamespace(liger_fused_linear_cross_entropy=lambda *x: loss(*x) * 1.1)
     installed["liger_kernel.transformers.functional"] = wrong
     installed["quack.linear_cross_entropy"] = _names(chunked_linear_cross_entropy=with_gradients)
-    case = linear.Case(8, 16, 32, pass_).described()
-    answer = torch_peers.measure(torch, case, ["quack", "liger"], 2, linear_peers.LinearCall)
+    case = linear.LinearCase(8, 16, 32, pass_).describe()
+    answer = torch_peers.measure(torch, case, ["quack", "liger"], 2)
     assert answer["products"]["us"] == products
     assert answer["impls"]["liger"]["status"] == ("WRONG" if pass_ == "forward" else "failed")
     assert answer["impls"]["quack"]["us"] == 2.0 + 5.0 * (pass_ != "forward")
-    record = {"case": case, "impls": {}}
-    linear.add_peers(record, answer)
-    assert record["impls"]["quack"]["x_products"] == round(answer["impls"]["quack"]["us"] / products, 4)
-    assert "min_us" not in record["impls"]["liger"]
+    assert answer["impls"]["quack"]["x_products"] == round(answer["impls"]["quack"]["us"] / products, 4)
+    assert answer["impls"]["quack"]["tflop_per_s"] == round(case["flops"] / answer["impls"]["quack"]["us"] / 1e6, 1)
+    assert "min_us" not in answer["impls"]["liger"]

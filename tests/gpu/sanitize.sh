@@ -14,7 +14,7 @@ if [ "${1:-}" = --part ]; then # TOOL I: one part by one tool; its exit status s
   while left=$((UNTIL - $(date +%s))) && [ "$left" -gt 0 ]; do
     timeout -k 5 "$left" compute-sanitizer --tool "$tool" --kernel-regex kernel_substring=mosaic_gpu \
       --error-exitcode 9 --print-limit 5 \
-      "$PYTHON" "tests/gpu/$STEPS.py" --only="$ONLY" --after="$finished" --part="$i/$PARTS" \
+      "$PYTHON" tests/gpu/steps.py "$STEPS" --only="$ONLY" --after="$finished" --part="$i/$PARTS" \
       >>"$words" 2>&1
     status=$?
     [ "$status" -eq 139 ] || break

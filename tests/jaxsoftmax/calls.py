@@ -96,6 +96,32 @@ MORE_CALLS: dict[str, tuple[Callable[..., Any], Operands]] = {
     ),
     "segments": (jaxsoftmax.flash_attention, QKV | {"mask": MASK[:, :, None, :6], "query_segment_ids": SEGMENTS}),
 }
+# Operands that broadcast, and numbers that are data: for tests of shardings.
+COLUMN, LINE = ROW[:, :1], ROW[:1]
+NUMBERS = {"label_smoothing": jnp.float32(0.2), "z_loss": jnp.float32(0.1), "logits_soft_cap": jnp.float32(1.5)}
+SHARED_CALLS: dict[str, tuple[Callable[..., Any], Operands]] = {
+    "states": (
+        lambda a, b, c, d: jaxsoftmax.merge(*(jaxsoftmax.Stats(x, jnp.exp(y)) for x, y in ((a, b), (c, d)))),
+        {"a": ROW, "b": ROW + 1, "c": COLUMN, "d": LINE},
+    ),
+    "few labels": (
+        functools.partial(cross_entropy, ignore_index=3),
+        {"logits": X, "labels": LABELS[:, :1], "weights": LINE, "where": MASK, "scale": X[:, :, :1]},
+    ),
+    "mean": (
+        functools.partial(cross_entropy, reduction="mean"),
+        {"logits": X, "labels": LABELS, "weights": LINE, "where": MASK},
+    ),
+    "few tokens": (
+        functools.partial(jaxsoftmax.linear_cross_entropy, logits_soft_cap=4.0, chunk_size=16),
+        {"hidden": X, "weight": WEIGHT, "labels": LABELS, "weights": COLUMN, "where": MASK[:, :, :1]},
+    ),
+    "numbers": (cross_entropy, {"logits": X, "labels": LABELS} | NUMBERS),
+    "numbers of tokens": (jaxsoftmax.linear_cross_entropy, {"hidden": X, "weight": WEIGHT, "labels": LABELS} | NUMBERS),
+    "capped attention": (attention, QKV | {"logits_soft_cap": jnp.float32(1.3)}),
+    "shared bias": (attention, QKV | {"bias": normal(1, 1, 6, 6), "sinks": normal(4)}),
+    "zigzag": (lambda x: jaxsoftmax.unzigzag(jaxsoftmax.zigzag(x, 4), 4), {"x": X}),
+}
 
 
 def of_floats(name: str) -> tuple[Callable[..., Any], tuple[jax.Array, ...]]:

@@ -20,8 +20,7 @@ from jax.interpreters import mlir
 from jaxsoftmax import _top_k
 from jaxsoftmax._attention import paged
 from jaxsoftmax._attention import primitives as attention_primitives
-from jaxsoftmax._core import numbers
-from jaxsoftmax._core import primitives as lowering
+from jaxsoftmax._core import lowering, numbers
 from jaxsoftmax._cross_entropy import soft
 from jaxsoftmax._softmax import primitives as row_primitives
 from pallas_kernels.attention import problem as attention_problem
@@ -179,12 +178,18 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIns]:
 
 @pytest.fixture(params=["reference", "stand-in"])
 def kernels(request: pytest.FixtureRequest) -> Callable[[], StandIns | None]:
-    """The reference, and what stands in for kernels from when this is called; "short" takes `short_chunks` too."""
+    """The reference, and what stands in for kernels from when this is called; "short" takes `short_chunks` too.
+
+    With "statistics", kernels take log_softmax's statistics alone, as of long rows, and leave the rest to XLA.
+    """
 
     def start() -> StandIns | None:
         if "short" in request.param:
             request.getfixturevalue("short_chunks")
-        return request.getfixturevalue("stand_ins") if "stand-in" in request.param else None
+        record = request.getfixturevalue("stand_ins") if "stand-in" in request.param else None
+        if record and "statistics" in request.param:
+            record.of_statistics = (Op.LOG_SOFTMAX, Op.LOG_SOFTMAX_TANGENT, Op.LOG_SOFTMAX_COTANGENT)
+        return record
 
     return start
 

@@ -38,6 +38,12 @@ def exchanges(compiled: Any) -> list[list[Exchange]]:
     return [[Exchange(kind, dtype, size(shape)) for dtype, shape in of_one] for kind, of_one in arrays]
 
 
+def exchanged(function: Callable[..., Any], *operands: Any) -> list[tuple[str, int]]:
+    """Each collective of the compiled program, and how many numbers it gives to a device."""
+    found = exchanges(jax.jit(function).lower(*operands).compile())
+    return sorted((arrays[0].kind, sum(array.size for array in arrays)) for arrays in found)
+
+
 def collectives(function: Callable[..., Any], *operands: Any) -> dict[str, int]:
     """How often each collective is in the compiled program."""
     return count(jax.jit(function).lower(*operands).compile())

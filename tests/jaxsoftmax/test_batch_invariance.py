@@ -26,8 +26,10 @@ from pallas_kernels.attention.problem import Op as AttentionOp
 from pallas_kernels.hardware import H200
 from pallas_kernels.softmax import dispatch
 from pallas_kernels.softmax.problem import Op, Problem
+from tests.jaxsoftmax.calls import of_floats
 from tests.jaxsoftmax.conftest import StandIns
 from tests.jaxsoftmax.sharded import mesh, put
+from tests.jaxsoftmax.transformations import TRANSFORMED, Case, gradient, pulled_back
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(4, 40)), jnp.float32)
@@ -107,45 +109,31 @@ def test_heads_and_the_kind_of_call_alone_choose(kind: str) -> None:
         assert len(found) == 1, dims
 
 
-FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "softmax": jaxsoftmax.softmax,
-    "log_softmax": functools.partial(jaxsoftmax.log_softmax, where=jnp.arange(40) > 3),
-    "logsumexp": functools.partial(jaxsoftmax.logsumexp, axis=-1),
-    "loss": cross_entropy,
-    "weighted": functools.partial(cross_entropy, weights=0.5, label_smoothing=0.1),
-    "lse": lambda x: sum(cross_entropy(x, return_lse=True)),
-    "top_k": lambda x: jaxsoftmax.top_k_softmax(x, 3)[0],
-    "top_k_of_k": lambda x: jaxsoftmax.top_k_softmax(x, 3, normalize="top_k")[0],
-    "attention": lambda x: jaxsoftmax.flash_attention(x, x, x, is_causal=True),
+OF_TABLE = ("softmax", "log_softmax", "logsumexp", "loss", "weighted", "top_k", "attention")
+FUNCTIONS: dict[str, tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]] = {
+    **{name: of_floats(name) for name in OF_TABLE},
+    "lse": (lambda x: sum(cross_entropy(x, return_lse=True)), (X,)),
+    "top_k_of_k": (lambda x: jaxsoftmax.top_k_softmax(x, 3, normalize="top_k")[0], (X,)),
 }
-OPERANDS = dict.fromkeys(FUNCTIONS, X) | {"attention": jnp.asarray(RNG.normal(size=(2, 16, 4, 8)), jnp.bfloat16)}
+HOW = ("jit", "vmap", "grad", "jvp", "remat", "grad of scan", "shard_map")
 
 
-def mapped(f: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: jax.shard_map(f, mesh=mesh(shape=(2,), names=("d",)), in_specs=P(None), out_specs=P(None))(x)
-
-
-TRANSFORMED: dict[str, Callable[..., Any]] = {
-    "jit": jax.jit,
-    "vmap": lambda f: lambda x: jax.vmap(f)(jnp.stack([x, -x])),
-    "grad": lambda f: jax.grad(lambda x: jnp.sin(f(x)).sum()),
-    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,)),
-    "remat": lambda f: jax.grad(lambda x: jnp.sin(jax.checkpoint(f)(x)).sum()),
-    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (c, f(c)), x, length=2)[1],
-    "shard_map": mapped,
-}
+def mapped(f: Callable[..., jax.Array], case: Case) -> jax.Array:
+    return jax.shard_map(f, mesh=mesh(shape=(2,), names=("d",)), in_specs=P(None), out_specs=P(None))(*case.xs)
 
 
 # All functions differentiated, all that is done to functions to the one with the most parts, and some to another.
-PAIRS = [(name, how) for name in FUNCTIONS for how in TRANSFORMED if how == "grad" or name == "weighted"]
+PAIRS = [(name, how) for name in FUNCTIONS for how in HOW if how == "grad" or name == "weighted"]
 PAIRS += [("top_k_of_k", how) for how in ("vmap", "shard_map")]
-PAIRS += [("attention", how) for how in TRANSFORMED if how not in ("grad", "jvp")]
+PAIRS += [("attention", how) for how in HOW if how not in ("grad", "jvp")]
 
 
 @pytest.mark.parametrize("name, how", PAIRS)
 def test_transformations_keep_it(name: str, how: str, stand_ins: StandIns) -> None:
+    f, xs = FUNCTIONS[name]
+    case, transformation = Case(f, f, xs, xs), (TRANSFORMED | {"shard_map": mapped})[how]
     with batch_invariant():
-        traced = jax.jit(TRANSFORMED[how](FUNCTIONS[name])).trace(OPERANDS[name])
+        traced = jax.jit(lambda: transformation(f, case)).trace()
     traced.lower()
     assert stand_ins.problems
     assert all(problem.batch_invariant for problem in stand_ins.problems)
@@ -153,34 +141,36 @@ def test_transformations_keep_it(name: str, how: str, stand_ins: StandIns) -> No
 
 @pytest.mark.parametrize("name", ["log_softmax", "loss", "weighted", "lse", "top_k_of_k", "attention"])
 def test_what_is_derived_or_exported_keeps_it(name: str, stand_ins: StandIns) -> None:
+    f, xs = FUNCTIONS[name]
     with batch_invariant():
-        y, pull = jax.vjp(FUNCTIONS[name], OPERANDS[name])
-        exported = jax.export.export(jax.jit(FUNCTIONS[name]))(OPERANDS[name])
+        y, pull = jax.vjp(f, *xs)
+        exported = jax.export.export(jax.jit(f))(*xs)
     jax.jit(pull)(jnp.ones_like(y))
-    np.testing.assert_array_equal(exported.call(OPERANDS[name]), y)
+    np.testing.assert_array_equal(exported.call(*xs), y)
     assert all(problem.batch_invariant for problem in stand_ins.problems)
 
 
 def test_parts_of_cut_operands_keep_it(stand_ins: StandIns) -> None:
     x = put(X, P("r", "c"), mesh(shape=(2, 2), names=("r", "c")))
     with batch_invariant():
-        jax.block_until_ready([jax.jit(FUNCTIONS[name])(x) for name in ("softmax", "loss", "top_k")])
+        jax.block_until_ready([jax.jit(f)(x) for f in (jaxsoftmax.softmax, cross_entropy, FUNCTIONS["top_k"][0])])
     assert {p.cols for p in stand_ins.problems} >= {20}
     assert all(problem.batch_invariant for problem in stand_ins.problems)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_without_it_nothing_changes(name: str, stand_ins: StandIns) -> None:
-    f, x = FUNCTIONS[name], OPERANDS[name]
-    before = str(jax.make_jaxpr(jax.grad(lambda x: f(x).sum()))(x))
+    f, xs = FUNCTIONS[name]
+    shown = lambda: str(jax.make_jaxpr(gradient(f))(*xs))
+    before = shown()
     with batch_invariant():
-        inside = str(jax.make_jaxpr(jax.grad(lambda x: f(x).sum()))(x))
+        inside = shown()
         with batch_invariant(False):
-            assert str(jax.make_jaxpr(jax.grad(lambda x: f(x).sum()))(x)) == before
+            assert shown() == before
     assert "batch_invariant=True" in inside
     assert "batch_invariant=True" not in before
     assert name == "attention" or "batch_invariant" not in before
-    jax.jit(f).lower(x)
+    jax.jit(f).lower(*xs)
     assert stand_ins.problems
     assert not any(problem.batch_invariant for problem in stand_ins.problems)
 
@@ -233,10 +223,10 @@ def test_the_environment_says_what_is_the_default(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", ["weighted", "lse", "top_k_of_k"])
 @pytest.mark.usefixtures("short_chunks")
 def test_values_are_those_without_it(name: str, stand_ins: StandIns) -> None:
-    run = lambda x: jax.value_and_grad(lambda x: (jnp.sin(f := FUNCTIONS[name](x)).sum(), f), has_aux=True)(x)
-    want = jax.jit(run)(X)
+    f, xs = FUNCTIONS[name]
+    want = jax.jit(functools.partial(pulled_back, f))(*xs)
     with batch_invariant():
-        got = jax.jit(run)(X)
+        got = jax.jit(functools.partial(pulled_back, f))(*xs)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
 
 
@@ -306,7 +296,7 @@ def test_xla_adds_up_nothing_for_the_cross_entropy() -> None:
         )
 
     def pull(x: jax.Array, labels: jax.Array, ct: jax.Array, maximum: jax.Array, total: jax.Array) -> jax.Array:
-        return primitives._pull_to_logits([ct, ct], x, labels, maximum, total, all_rows=True, **row)
+        return primitives._vjp_logits([ct, ct], x, labels, maximum, total, all_rows=True, **row)
 
     assert sums_of(forward, X, labels, weights, *[number] * 3) == []
     assert sums_of(pull, X, labels, *[weights] * 3) == []

@@ -86,7 +86,7 @@ def keys_seen(lse: Any) -> np.ndarray:
     return np.rint(np.exp(lse)).astype(int)
 
 
-@pytest.mark.parametrize("window", [None, 0, 1, (2**30 - 1, None), (None, 2**30 - 1), 2**30])
+@pytest.mark.parametrize("window", [None, 0, 1, (2**30 - 1, None), (None, 2**30 - 1), 2**30, 2**40])
 def test_positions(window: Any) -> None:
     """As far as 2^30 each position is another; those beyond are as 2^30."""
     near = [sign * (2**30 + more) for sign in (-1, 1) for more in (-2, -1, 0, 1, 2)]
@@ -94,7 +94,7 @@ def test_positions(window: Any) -> None:
     at = np.clip(places, -(2**30), 2**30)
     left, right = window if isinstance(window, tuple) else (window, window)
     # As documented, a window of 2^30 has no end.
-    left, right = (math.inf if side in (None, 2**30) else side for side in (left, right))
+    left, right = (math.inf if side is None or side >= 2**30 else side for side in (left, right))
     apart = at[None, :] - at[:, None]
     x = np.zeros((1, len(at), 1, 8), np.float32)
     for is_causal in (True, False):
@@ -105,18 +105,6 @@ def test_positions(window: Any) -> None:
         for taken in (places, places.astype(np.int32), jnp.asarray(places, jnp.int32)):
             lse = call(query_positions=taken, key_value_positions=taken)[1][0, :, 0]
             np.testing.assert_array_equal(keys_seen(lse), seen.sum(1))
-
-
-def test_positions_of_any_width() -> None:
-    x, narrow = np.zeros((1, 3, 1, 8), np.float32), np.array([-1, 0, 1])
-    for dtype in (np.int8, np.int16, np.int64, np.uint8, np.uint16, np.uint32, np.uint64):
-        least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
-        places = np.array([least, 1, most], dtype)
-        lse = jaxsoftmax.flash_attention(
-            x, x, x, is_causal=True, query_positions=places, key_value_positions=narrow, return_residual=True
-        )[1]
-        want = [int((narrow <= int(place)).sum()) for place in places]
-        np.testing.assert_array_equal(keys_seen(lse[0, :, 0]), want)
 
 
 def test_bases_of_tiles_leave_room_for_a_window() -> None:
@@ -146,13 +134,6 @@ def test_lengths(name: str) -> None:
         assert seen(length) == min(max(length, 0), room), length
 
 
-@pytest.mark.parametrize("page, exists", [(-1, False), (0, True), (5, True), (6, False), (2**31, False)])
-def test_pages(page: int, exists: bool) -> None:
-    tables = np.array([[page, 0], [0, 0]], np.int64)
-    assert np.isnan(paged(tables, np.array([8, 8]))[0]).any() != exists
-    assert not np.isnan(paged(tables[:, ::-1], np.array([8, 8]))).any()  # past the length, any number will do
-
-
 @pytest.mark.parametrize("function", [jaxsoftmax.softmax, jaxsoftmax.log_softmax, jaxsoftmax.top_k_softmax])
 def test_scale(function: Any) -> None:
     """A number that float32 holds is the logits' factor, zero and those below it too; a greater one is infinite."""
@@ -165,12 +146,3 @@ def test_scale(function: Any) -> None:
         np.testing.assert_allclose(found, want, rtol=1e-6)
     for scale in (2 * largest, -2 * largest):
         assert np.isnan(jax.tree.leaves(call(np.zeros((1, 2), np.float32), scale=scale))[0]).all()
-
-
-def test_labels_beyond_31_bits_are_no_columns() -> None:
-    """Among them 2^32 - 1, which is -1 if it wraps, the mark of an ignored row."""
-    labels = jnp.array([2**32 - 1, 2**31, 2**31 + 1, 2], jnp.uint32)
-    for weights in (None, 0.5):
-        loss = functools.partial(jaxsoftmax.softmax_cross_entropy_with_integer_labels, weights=weights)
-        found = jax.jit(loss)(jnp.zeros((4, 3)), labels)
-        np.testing.assert_array_equal(np.isnan(found), [True, True, True, False])

@@ -216,18 +216,13 @@ def test_precision_and_chunks() -> None:
     jax.make_jaxpr(lambda: jaxsoftmax.linear_cross_entropy(**LINEAR, chunk_size=np.int64(2)))()
 
 
-def test_pages() -> None:
+def test_a_scale_of_pages_multiplies_the_query() -> None:
     rng = np.random.default_rng(0)
     query, scale = rng.normal(size=(2, 4, 8)).astype(np.float32), rng.normal(size=(2, 4, 1)).astype(np.float32)
     pages = rng.normal(size=PAGES.shape).astype(np.float32)
     call = functools.partial(jaxsoftmax.paged_attention, key_pages=pages, value_pages=pages, block_tables=TABLES,
                              lengths=np.array([9, 12]))  # fmt: skip
     np.testing.assert_allclose(call(query, scale=scale), call(query * scale, scale=1.0), rtol=1e-5, atol=1e-6)
-    for empty in (PAGES[:, :0], PAGES[:, :, :0]):
-        with pytest.raises(
-            ValueError, match=r"^paged_attention: key_pages has \d pages of \d positions, expected at l"
-        ):
-            jaxsoftmax.paged_attention(**PAGED | {"key_pages": empty, "value_pages": empty})
 
 
 LABELS = lambda x: jnp.zeros(x.shape[:-1], jnp.int32)
@@ -240,14 +235,13 @@ OF_ROWS = {
 }
 
 
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
 @pytest.mark.parametrize("cols", [16, 4096])
 @pytest.mark.parametrize("name", OF_ROWS)
-def test_symbolic_rows(name: str, cols: int, platform: str) -> None:
+def test_symbolic_rows(name: str, cols: int) -> None:
     x = jax.ShapeDtypeStruct(jax.export.symbolic_shape(f"n, {cols}"), jnp.bfloat16)
     gradient = jax.grad(lambda x: OF_ROWS[name](x).astype(jnp.float32).sum())
     for function in (OF_ROWS[name], gradient):
-        assert jax.export.export(jax.jit(function), platforms=[platform])(x).out_avals
+        assert jax.export.export(jax.jit(function), platforms=["cpu", "cuda"])(x).out_avals
 
 
 def test_a_symbolic_head_dimension() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import jaxsoftmax
 from tests.jaxsoftmax.calls import CALLS, MORE_CALLS, of_floats
+from tests.jaxsoftmax.transformations import pulled_back
 
 NAMED = {**CALLS, **MORE_CALLS}
 
@@ -55,11 +56,6 @@ def within(*settings: str) -> contextlib.ExitStack:
     return stack
 
 
-def pulled_back(call: Callable[..., Any], *xs: jax.Array) -> Any:
-    out, pull = jax.vjp(call, *xs)
-    return out, pull(jax.tree.map(lambda y: jnp.cos(jnp.where(jnp.isfinite(y), y, 0)), out))
-
-
 def derivatives(call: Callable[..., Any], *xs: jax.Array) -> Any:
     """What a call gives, its gradient and its tangent, and the tangents of both."""
     return jax.jvp(functools.partial(pulled_back, call), xs, xs), jax.jvp(call, xs, xs)
@@ -88,7 +84,11 @@ def test_every_call_lowers(settings: tuple[str, ...], kernels: Any) -> None:
     jax.clear_caches()
 
 
-COMPARED = ("softmax", "weighted", "router", "window")
+def results(call: Callable[..., Any], *xs: jax.Array) -> Any:
+    return call(*xs)
+
+
+COMPARED = dict.fromkeys(("softmax", "weighted", "router", "window"), pulled_back) | {"pages": results}
 
 
 @functools.cache
@@ -109,10 +109,10 @@ def test_results_are_the_same(stand_ins: Any, setting: str) -> None:
     jax.clear_caches()
     with within(setting):
         calls = {name: of_floats(name) for name in COMPARED}
-        got = {name: jax.jit(functools.partial(pulled_back, call))(*xs) for name, (call, xs) in calls.items()}
+        got = {name: jax.jit(functools.partial(COMPARED[name], call))(*xs) for name, (call, xs) in calls.items()}
     jax.clear_caches()
-    for name in COMPARED:
-        check(name, pulled_back, got[name])
+    for name, function in COMPARED.items():
+        check(name, function, got[name])
 
 
 def rematerialised(call: Callable[..., Any], *xs: jax.Array) -> Any:
@@ -210,7 +210,9 @@ FINITE: dict[str, tuple[Callable[..., Any], jax.Array]] = {
     "dropout": (lambda q: attention(q, q, q, mask=jnp.tri(6, k=-1, dtype=bool), **CALLS["dropout"][0].keywords), Q),
     "pages": (lambda q: jaxsoftmax.paged_attention(q, PAGES, PAGES, EMPTY[:, None], EMPTY), Q),
     "softmax": (functools.partial(jaxsoftmax.softmax, where=SOME & NONE), X),
+    "log_softmax": (lambda x: jnp.where(SOME & NONE, jaxsoftmax.log_softmax(x, where=SOME & NONE), 0), X),
     "logsumexp": (functools.partial(jaxsoftmax.logsumexp, axis=-1, where=SOME), X),
+    "logsumexp of nothing": (lambda x: jnp.where(NONE[:, 0], jaxsoftmax.logsumexp(x, -1, where=SOME & NONE), 0), X),
     "loss": (lambda x: cross_entropy(x, Y, where=SOME & NONE, label_smoothing=0.1, z_loss=0.1), X),
     "weighted loss": (lambda x: cross_entropy(x, Y, where=SOME & NONE, weights=0.5), X),
     "probabilities": (lambda x: jaxsoftmax.softmax_cross_entropy(x, jnp.cos(x), where=SOME & NONE), X),
@@ -218,6 +220,8 @@ FINITE: dict[str, tuple[Callable[..., Any], jax.Array]] = {
     "weighted linear": (functools.partial(linear, weights=0.5, chunk_size=2), X),
     "top_k": (lambda x: jaxsoftmax.top_k_softmax(x, 3)[0], X),
     "top_k of no rows": (lambda x: jaxsoftmax.top_k_softmax(x[:0], 3)[0], X),
+    "ignored loss": (lambda x: cross_entropy(x, Y - 1, ignore_index=-1), X),
+    "ignored and weighted loss": (lambda x: cross_entropy(x, Y - 1, ignore_index=-1, weights=0.5), X),
     "loss of no labels": (lambda x: cross_entropy(x, 0 * Y, where=SOME & NONE, ignore_index=0), X),
     "linear of no labels": (lambda x: linear(x, labels=0 * Y, ignore_index=0), X),
     "linear weight": (lambda w: jaxsoftmax.linear_cross_entropy(X, w, Y, where=SOME & NONE, **DATA), jnp.eye(16)),
@@ -230,8 +234,9 @@ def test_no_infinity_appears_that_was_not_asked_for(name: str) -> None:
     """Nor a NaN, in results and gradients, outside of programs, in them, and in what a program saves for a gradient."""
     call, x = FINITE[name]
     last = lambda x: jax.tree.leaves(call(x))[-1].sum()
-    with jax.debug_infs(True), jax.debug_nans(True):
-        for function in (call, jax.grad(last), jax.grad(jax.jit(last)), jax.jit(jax.grad(last))):
+    pushed = [lambda x, f=f: jax.jvp(f, (x,), (x,)) for f in (call, jax.grad(last)) if x is X]
+    with jax.debug_infs(name not in ("log_softmax", "logsumexp of nothing")), jax.debug_nans(True):
+        for function in (call, jax.grad(last), jax.grad(jax.jit(last)), jax.jit(jax.grad(last)), *pushed):
             assert all(np.isfinite(y).all() for y in jax.tree.leaves(function(x)))
 
 

@@ -22,8 +22,9 @@ from tests.jaxsoftmax.sharded import mesh
 
 bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 int32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-ROWS, LABELS, QKV = bf16(64, 4096), int32(64), [bf16(2, 128, heads, 64) for heads in (8, 2, 2)]
+ROWS, LABELS, QKV = bf16(64, 1024), int32(64), [bf16(2, 128, heads, 64) for heads in (8, 2, 2)]
 PAGES = [bf16(2, 8, 64), *[bf16(2, 64, 16, 64)] * 2, int32(2, 8), int32(2)]
+FLOATS = [x.update(dtype=jnp.float32) for x in QKV]
 LINEAR = [bf16(64, 128), bf16(128, 1024), LABELS]
 
 loss = jaxsoftmax.softmax_cross_entropy_with_integer_labels
@@ -48,14 +49,14 @@ def some_of(x: jax.Array) -> jax.Array:
 Wanted = list[tuple[Any, ...]]
 CE, FLASH, PRODUCT = "softmax_cross_entropy_with_integer_labels", "flash_attention", "linear_cross_entropy"
 SOFTMAX: Wanted = [("softmax", "forward", "warp")]
-BOTH: Wanted = [*SOFTMAX, ("softmax", "vjp", "block")]
+BOTH: Wanted = [*SOFTMAX, ("softmax", "vjp", "warp")]
 ATTENTION: Wanted = [(FLASH, "forward", "attention"), (FLASH, "vjp", "attention_gradients")]
 PROGRAMS: dict[str, tuple[Callable[..., Any], list[Any], Wanted]] = {
     "softmax": (jaxsoftmax.softmax, [ROWS], SOFTMAX),
     "its gradient": (gradient(jaxsoftmax.softmax), [ROWS], BOTH),
     "log_softmax's gradient": (
         *(gradient(jaxsoftmax.log_softmax), [ROWS]),
-        [("log_softmax", "forward", "warp"), ("log_softmax", "vjp", "block")],
+        [("log_softmax", "forward", "warp"), ("log_softmax", "vjp", "warp")],
     ),
     "loss": (loss, [ROWS, LABELS], [(CE, "forward", "warp")]),
     "loss and gradient": (
@@ -76,9 +77,18 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], list[Any], Wanted]] = {
     ),
     "attention": (causal, QKV, ATTENTION[:1]),
     "attention's gradients": (gradient(causal, 0, 1, 2), QKV, ATTENTION),
+    "attention of float32": (causal, FLOATS, [(FLASH, "forward", None)]),
     "pages": (jaxsoftmax.paged_attention, PAGES, [("paged_attention", "forward", "attention")]),
     "top_k": (functools.partial(jaxsoftmax.top_k_softmax, k=4), [ROWS], [("top_k_softmax", "forward", "warp")]),
     "linear": (jaxsoftmax.linear_cross_entropy, LINEAR, [(PRODUCT, "forward", PRODUCT)]),
+    "biased linear": (
+        *(functools.partial(jaxsoftmax.linear_cross_entropy, bias=jnp.ones(1024)), LINEAR),
+        [(PRODUCT, "forward", "warp")],
+    ),
+    "linear by XLA": (
+        *(functools.partial(jaxsoftmax.linear_cross_entropy, implementation="xla"), LINEAR),
+        [(PRODUCT, "forward", None)],
+    ),
     "linear's gradient": (
         *(jax.grad(lambda *xs: jaxsoftmax.linear_cross_entropy(*xs, weights=1.0).sum(), (0, 1)), LINEAR),
         [(PRODUCT, "forward and vjp", PRODUCT), (PRODUCT, "vjp", PRODUCT, None)],
@@ -88,7 +98,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], list[Any], Wanted]] = {
     "scan": (scanned, [ROWS], [("softmax", "forward", "warp", 12)]),
     "scan's gradient": (
         *(gradient(scanned), [ROWS]),
-        [("softmax", "forward", "warp", 12), ("softmax", "vjp", "block", 12)],
+        [("softmax", "forward", "warp", 12), ("softmax", "vjp", "warp", 12)],
     ),
     "remat": (gradient(jax.checkpoint(lambda x: jaxsoftmax.softmax(jnp.sin(x)))), [ROWS], [(*SOFTMAX[0], 2), BOTH[1]]),
     "shard_map": (in_parts, [ROWS], SOFTMAX),
@@ -127,6 +137,8 @@ def lowered(function: Callable[..., Any], operands: list[Any]) -> set[str]:
 def as_lowered(call: jaxsoftmax.Explanation) -> str:
     if call.implementation == "cudnn":
         return "cudnn " + ("Backward" if call.direction == "vjp" else "")
+    if (call.function, call.kernel) == (PRODUCT, "warp"):
+        return "cross_entropy_warp"
     return NAMES.get((call.function, call.direction), "{}").format(call.kernel)
 
 
@@ -146,6 +158,34 @@ def test_what_is_listed_is_what_is_lowered(name: str, device: str, monkeypatch: 
     monkeypatch.setattr(hardware, "present", lambda: hardware.NAMED[device])
     assert {as_lowered(c) for c in found.calls if c.kernel} == lowered(function, operands)
     jax.clear_caches()
+
+
+explain, explain_attention = jaxsoftmax.explain, functools.partial(jaxsoftmax.explain_attention, is_causal=True)
+explain_linear = jaxsoftmax.explain_linear_cross_entropy
+# Programs of one call, and the explanation of that call by itself.
+EXPLAINED: dict[str, jaxsoftmax.Explanation] = {
+    "softmax": explain(ROWS),
+    "its gradient": explain(ROWS, op="softmax_vjp"),
+    "log_softmax's gradient": explain(ROWS, op="log_softmax_vjp"),
+    "loss": explain(ROWS, op="cross_entropy"),
+    "loss and gradient": explain(ROWS, op="cross_entropy_gradient"),
+    "weighted loss and gradient": explain(ROWS, op="cross_entropy_gradient", weights=1.0),
+    "attention": explain_attention(*QKV),
+    "attention's gradients": explain_attention(*QKV, op="vjp"),
+    "attention of float32": explain_attention(*FLOATS),
+    "linear": explain_linear(*LINEAR),
+    "linear's gradient": explain_linear(*LINEAR, op="vjp", weights=1.0),
+    "biased linear": explain_linear(*LINEAR, bias=jnp.ones(1024)),
+    "linear by XLA": explain_linear(*LINEAR, implementation="xla"),
+}
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_a_call_is_explained_as_in_a_program(name: str) -> None:
+    function, operands, _ = PROGRAMS[name]
+    calls, alone = jaxsoftmax.explain(function)(*operands).calls, EXPLAINED[name]
+    assert alone.implementation in {call.implementation for call in calls}
+    assert bool(alone.kernel) == any(call.kernel for call in calls)
 
 
 def test_every_primitive_is_listed_or_known_not_to_be() -> None:
@@ -228,7 +268,7 @@ def test_arguments_are_trees_and_what_is_no_array_stays_as_it_is() -> None:
         return jaxsoftmax.softmax(tree["x"], axis) if how == "rows" else tree["x"]
 
     found = jaxsoftmax.explain(program)({"x": ROWS, "other": None}, -1, how="rows")
-    assert [call.operands for call in found.calls] == [("bfloat16[64,4096]",)]
+    assert [call.operands for call in found.calls] == [("bfloat16[64,1024]",)]
     assert not jaxsoftmax.explain(program)({"x": jnp.ones((2, 3))}, -1, how="").calls
     with pytest.raises(ValueError, match="softmax: axis 7 is out of bounds"):
         jaxsoftmax.explain(program)({"x": ROWS}, 7, how="rows")
@@ -236,7 +276,7 @@ def test_arguments_are_trees_and_what_is_no_array_stays_as_it_is() -> None:
 
 def test_a_part_of_a_shard_map_is_what_a_device_has() -> None:
     (call,) = jaxsoftmax.explain(in_parts)(ROWS).calls
-    assert call.operands == (f"bfloat16[{64 // mesh().shape['d']},4096]",)
+    assert call.operands == (f"bfloat16[{64 // mesh().shape['d']},1024]",)
 
 
 def test_a_kernel_by_name_that_declines_is_an_error_of_its_call_alone() -> None:
@@ -254,7 +294,7 @@ def test_nothing_is_recorded_afterwards() -> None:
 
 SCRIPT = """
 import jax, jaxsoftmax
-step = lambda: (jaxsoftmax.softmax, [jax.ShapeDtypeStruct((64, 4096), "bfloat16")])
+step = lambda: (jaxsoftmax.softmax, [jax.ShapeDtypeStruct((64, 1024), "bfloat16")])
 wrong = lambda: 3
 """
 
@@ -271,7 +311,7 @@ def test_of_a_script(tmp_path: Path) -> None:
     code, text = run("a_model:step", "--device", "B200")
     assert code == 0
     assert text.startswith("on NVIDIA B200")
-    assert "softmax of bfloat16[64,4096] along axis 1" in text
+    assert "softmax of bfloat16[64,1024] along axis 1" in text
     for words, wrong in (
         (["a_model:wrong"], "a_model:wrong returns a int, wanted a pair of a function and its arguments"),
         (["a_model"], "got 'a_model', wanted MODULE:FUNCTION"),

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from jaxsoftmax import unzigzag, zigzag
-from jaxsoftmax._attention import layout, paged, sequence
+from jaxsoftmax._attention import paged, sequence, sharding
+from jaxsoftmax._core.sharding import AxisSharding
 from jaxsoftmax._cross_entropy import chunks
+from jaxsoftmax._cross_entropy.linear_kernel import Parts
 from pallas_kernels.attention import reference, tiles
 from pallas_kernels.attention.problem import Operands, Rules
 from pallas_kernels.softmax.problem import IGNORED
@@ -73,7 +75,7 @@ def test_chunks_have_every_pair_once(queries, keys, bounded, monkeypatch):
 
 @pytest.mark.parametrize("tokens", [1, 5, 8])
 def test_chunks_have_every_token_once(tokens):
-    rules = SimpleNamespace(axes=lambda name: "t" if name == "labels" else "ev")
+    rules = SimpleNamespace(has_tokens=lambda name: name == "labels")
     labels = np.arange(tokens)
     for size in range(1, tokens + 1):
 
@@ -99,6 +101,7 @@ def test_as_few_chunks_as_memory_allows():
             assert 128 <= size <= max(most, 128)
             cost = lambda n, tokens=tokens: -(-tokens // n) * (n + 128)
             assert cost(size) == min(map(cost, range(128, max(most, 128) + 1, 128)))
+    assert chunks.chunk_size(8192, 128256, 6, None) == 1024
     # A GiB of logits in 16 bits beside float32, and two of the kernel's weights in 16 bits.
     for most, bytes_each, budget in ((1365, 6, chunks.BYTES), (8192, 2, chunks.KERNEL_BYTES)):
         sizes = [chunks.chunk_size(tokens, 2**17, bytes_each, None, budget) for tokens in (most, most + 1)]
@@ -108,7 +111,7 @@ def test_as_few_chunks_as_memory_allows():
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])
 def test_each_label_is_one_devices(devices):
     local, labels = 5, np.array([IGNORED, *range(5 * devices)])
-    parts = SimpleNamespace(vocabulary=SimpleNamespace(names=("d",)))
+    parts = Parts((), AxisSharding(("d",), local * devices))
     of = lambda _: chunks._local_labels(jnp.asarray(labels), local, parts)
     found = np.asarray(jax.vmap(of, axis_name="d")(jnp.arange(devices)))
     want = np.full((devices, len(labels)), local)
@@ -118,18 +121,28 @@ def test_each_label_is_one_devices(devices):
     np.testing.assert_array_equal(found, want)
 
 
+def test_notes_say_how_many_queries_a_device_has():
+    shapes = [(1, 64, 2, 8), (1, 32, 2, 8), (1, 32, 2, 8)]
+    specs = [(None, "d", None, None)] * 3
+    (note,) = sharding.sequence_notes(("query", "key", "value"), shapes, specs, {"d": 4}, ("out", "lse"))
+    assert "each of 4 devices computes for its 16 queries" in note
+
+
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_zigzag_deals_every_piece_once(devices, rounds):
     piece = 2
     length = 2 * devices * rounds * piece
-    at = np.asarray(zigzag(jnp.arange(length), 0, devices, rounds)).reshape(devices, rounds, 2, piece)
+    whole = np.arange(2 * length).reshape(2, length, 1)
+    dealt = zigzag(whole, -2, devices, rounds)
+    np.testing.assert_array_equal(unzigzag(dealt, 1, devices, rounds), whole)
+    np.testing.assert_array_equal(dealt[1], dealt[0] + length)
+    at = np.asarray(dealt[0]).reshape(devices, rounds, 2, piece)
     for i, r in np.ndindex(devices, rounds):
         first = r * 2 * devices
         for half, number in enumerate((first + i, first + 2 * devices - 1 - i)):
             np.testing.assert_array_equal(at[i, r, half], np.arange(number * piece, (number + 1) * piece))
     assert len(set((at + 1).sum((1, 2, 3)).tolist())) == 1
-    np.testing.assert_array_equal(unzigzag(at.reshape(-1), 0, devices, rounds), np.arange(length))
 
 
 T = 24
@@ -190,7 +203,7 @@ def on_devices(kind: str, x: np.ndarray, devices: int, in_ring: bool) -> np.ndar
 )
 def test_devices_have_every_pair_once(case, devices, in_ring, monkeypatch):
     """A ring passes blocks of keys on; otherwise each device has all keys, sorted where that is of use."""
-    monkeypatch.setattr(sequence, "RUN", 3)
+    monkeypatch.setattr(sequence, "SORT_BLOCK", 3)
     more, rules = SHARDED[case]
     given, ct = uniform(T, T) | more, tell_apart(T)
     given = {name: given[name] for name in Operands._fields if name in given}
@@ -230,10 +243,10 @@ def test_devices_have_every_pair_once(case, devices, in_ring, monkeypatch):
 @pytest.mark.parametrize("keys", [1, 4, 6])
 def test_groups_of_heads_divide_the_key_heads(keys, monkeypatch):
     """In a ring blocks go round once for each group, as few as leave enough queries to each."""
-    monkeypatch.setattr(sequence, "MOST_OUTPUTS", 0)
+    monkeypatch.setattr(sequence, "MAX_OUTPUTS", 0)
     shapes = [(2, 8, 12, 4), (2, 8, keys, 4), (2, 8, keys, 4)]
     for least in range(1, 2 * 8 * 12 + 2):
-        monkeypatch.setattr(sequence, "LEAST_QUERIES", least)
+        monkeypatch.setattr(sequence, "MIN_GROUP_QUERIES", least)
         found = sequence.head_groups(("query", "key", "value"), shapes, ("out", "lse"))
         assert keys % found == 0
         assert found == 1 or math.prod(shapes[0][:-1]) // found >= least
@@ -263,27 +276,31 @@ def test_heads_stay_sharded_whatever_comes_before_them(lead, heads, devices, kep
     """The key's where they divide, the query's alone where each device has a part of one group."""
     kinds, rest = ("query", "key", "value"), (None,) * (1 + len(lead))
     shapes = [(*lead, 16, n, 8) for n in (heads[0], heads[1], heads[1])]
-    found = layout.sharding(kinds, shapes, [(*rest, "d", None)] * 3, {"d": devices})
-    assert (found.heads, found.key_heads, found.shares) == kept
-    assert (found.full, found.queries, found.keys) == (lead, None, None)
+    entries = sharding.signature(kinds, len(lead)).entries(shapes, [(*rest, "d", None)] * 3, {"d": devices})
+    assert (entries["n"], entries["k"], sharding.shares_key_heads(entries)) == kept
+    others = [*(f"b{i}" for i in range(len(lead))), "t", "s"]
+    assert entries == dict.fromkeys(others) | {"n": kept[0], "k": kept[1]}
+
+
+QUERY = jax.ShapeDtypeStruct((5, 7, 4, 8), jnp.float32)
 
 
 def test_a_problem_of_pages_is_whole_where_sequences_alone_are_cut():
     whole = [(4, 1, 1, 1), (1,) * 4, (1,) * 4, (4, 1), (4,), (1, 1)]
-    op = paged._Paged("heads_first", lambda: ())
-    assert op.is_whole_in(whole)
-    assert op.is_whole_in(whole[:5])
+    call = paged.signature("heads_first", [QUERY] * 6)
+    assert call.is_whole_in(whole)
+    assert paged.signature("heads_first", [QUERY] * 5).is_whole_in(whole[:5])
     for i, pieces in enumerate(whole):
         for d, n in enumerate(pieces):
             cut = (*pieces[:d], 2 * n, *pieces[d + 1 :])
-            assert not op.is_whole_in([*whole[:i], cut, *whole[i + 1 :]])
+            assert not call.is_whole_in([*whole[:i], cut, *whole[i + 1 :]])
 
 
 @pytest.mark.parametrize("layout_of_pages, at", [("heads_first", 0), ("pages_first", 2)])
 def test_heads_of_queries_are_those_of_pages_if_there_are_as_many(layout_of_pages, at):
     for heads, key_heads, dim in itertools.product((2, 4), (1, 2, 4), (1, 2, 4)):
         pages = (key_heads, 6, 3, dim) if at == 0 else (6, 3, key_heads, dim)
-        rule = paged._Paged(layout_of_pages, lambda: ()).shardy_rule([(5, 7, heads, dim), pages, pages, (5, 8), (5,)])
+        rule = paged.signature(layout_of_pages, [QUERY] * 5).rule([(5, 7, heads, dim), pages, pages, (5, 8), (5,)])
         (query, *of_pages, tables, lengths), (out, lse) = rule.operand_mappings, rule.result_mappings
         assert [mapping[at] == query[2] for mapping in of_pages] == [heads == key_heads] * 2
         assert {tables[0], *lengths, out[0], lse[0]} == {query[0]}

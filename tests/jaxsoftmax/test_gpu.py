@@ -401,12 +401,12 @@ SEQUENCES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "name, head_dim, kind, most",
-    pairwise(tuple(SEQUENCES), (64, 128, 256), ("Auto", "Explicit"), (sequence.MOST_GATHERED, 0)),
+    pairwise(tuple(SEQUENCES), (64, 128, 256), ("Auto", "Explicit"), (sequence.MAX_GATHERED_ELEMENTS, 0)),
 )
 def test_sequences_over_two_gpus(
     name: str, head_dim: int, kind: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sequence, "MOST_GATHERED", most)
+    monkeypatch.setattr(sequence, "MAX_GATHERED_ELEMENTS", most)
     jax.clear_caches()
     sharding, rng = over_two_gpus(kind, None, "d"), np.random.default_rng(0)
     arrays = [jnp.asarray(rng.normal(size=(2, 1024, n, head_dim)), jnp.bfloat16) for n in (8, 2, 2, 8)]

@@ -72,7 +72,7 @@ def test_help_is_readable(name: str) -> None:
     shown = pydoc.render_doc(function, renderer=pydoc.plaintext).splitlines()[2]
     assert shown.startswith(tuple(f"{name}({first}: ArrayLike" for first in ("x", "a", "logits", "hidden")))
     assert "implementation: Optional[Literal['xla', 'mosaic_gpu']] = None" in shown
-    assert len(shown) < 640
+    assert len(shown) < 720, "a union of types is written out"
     assert typing.get_type_hints(function)["implementation"] == typing.Literal["xla", "mosaic_gpu"] | None
 
 

@@ -20,6 +20,7 @@ DEVICES = {
 }
 NUMBER, PAIR = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
 LENGTHS, IDS = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2,), (2, 1023)))
+ENDS = {"causal_alignment": "bottom_right", "query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS}
 
 
 def shapes(dtype: str = "bfloat16", batch: int = 2, length: int = 1024, heads: int = 8, dim: int = 64) -> list[Any]:
@@ -30,6 +31,10 @@ def shapes(dtype: str = "bfloat16", batch: int = 2, length: int = 1024, heads: i
 def few_of_many() -> list[Any]:
     of = lambda length, heads: jax.ShapeDtypeStruct((1, length, heads, 64), "bfloat16")
     return [of(4, 8), of(4096, 2), of(4096, 2)]
+
+
+def one_key() -> list[Any]:
+    return [jax.ShapeDtypeStruct((2, n, 4, 64), "bfloat16") for n in (3, 1, 1)]
 
 
 def table(**arrays: Any) -> jax.ShapeDtypeStruct:
@@ -43,6 +48,13 @@ CALLS: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
     "float16, window": ("XCCKC", shapes("float16"), {"is_causal": True, "local_window_size": (100, 0)}),
     "symmetric window": ("XCCKC", shapes(), {"local_window_size": 100}),
     "lengths": ("XCCKC", shapes(), {"key_value_seq_lengths": LENGTHS, "op": "vjp"}),
+    **{
+        f"lengths, at the ends, {name}, {op}": ("XCCKC", shapes(), ENDS | rules | {"op": op})
+        for name, rules in (("causal", {"is_causal": True}), ("window", {"local_window_size": (3, 0)}))
+        for op in ("forward", "vjp")
+    },
+    "one key": ("XXXXX", one_key(), {}),
+    "one key, a kernel by name": ("EEEKE", one_key(), {"implementation": "mosaic_gpu"}),
     "mask": ("XCCKC", shapes(), {"mask": table(), "op": "vjp"}),
     "segments of odd lengths": ("XXXKX", shapes(length=1023), {"query_segment_ids": IDS, "op": "vjp"}),
     "bias": ("XCCKC", shapes(), {"bias": table(dtype=jnp.bfloat16)}),
@@ -87,17 +99,6 @@ def test_explain_names_what_runs(name: str) -> None:
         assert x.reason
         before = {"K": 0, "C": 1}.get(rung(x), 0 if options.get("implementation") == "xla" else 1)
         assert len(x.declined) >= before or options.get("op") == "jvp", (device, x.declined)
-
-
-@pytest.mark.parametrize(
-    "dtype, cols, want", [("float32", 4096, "XXXXX"), ("bfloat16", 4096, "XXXKX"), ("bfloat16", 50257, "XXXSX")]
-)  # X: XLA; K: a kernel; S: a kernel has the statistics
-def test_log_softmax(dtype: str, cols: int, want: str) -> None:
-    x = jax.ShapeDtypeStruct((512, cols), dtype)
-    for op in ("log_softmax", "log_softmax_vjp"):
-        found = [jaxsoftmax.explain(x, op=op, device=device) for device in DEVICES.values()]
-        letters = ("X" if x.kernel is None else "S" if "statistics" in x.reason else "K" for x in found)
-        assert "".join(letters) == want
 
 
 def lowered(function: Any, operands: list[Any]) -> str:

@@ -6,23 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from jaxsoftmax import linear_cross_entropy as ours
+from tests.jaxsoftmax.test_linear_cross_entropy import of_products as theirs
 
 pytestmark = pytest.mark.gpu
 
 # Tokens, embedding, vocabulary and chunk; the kernel of the losses alone takes the first, third and fourth.
 SHAPES = [(1024, 512, 4096, None), (300, 128, 50257, 128), (4096, 256, 32000, None), (1000, 1024, 8320, None)]
-
-
-def theirs(hidden: jax.Array, weight: jax.Array, labels: jax.Array, **how: Any) -> Any:
-    """Losses, logsumexps and entropies, from float32 logits."""
-    logits = jnp.dot(hidden, weight, preferred_element_type=jnp.float32, **how)
-    log_p = jax.nn.log_softmax(logits)
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return loss, jax.nn.logsumexp(logits, -1), -(jnp.exp(log_p) * log_p).sum(-1)
 
 
 def everything(call: Any, ways: tuple[float, ...], *operands: jax.Array) -> Any:

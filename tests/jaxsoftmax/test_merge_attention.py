@@ -2,19 +2,17 @@
 
 import functools
 import itertools
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax import flash_attention, merge_attention, paged_attention
 from tests import attention_oracle
-from tests.jaxsoftmax.sharded import mesh, put
+from tests.jaxsoftmax.sharded import mesh
 
 B, T, S, N, K, H = 2, 5, 12, 4, 2, 8
 RNG = np.random.default_rng(0)
@@ -160,35 +158,3 @@ def test_parts_of_devices(gathers: bool) -> None:
         for f in (mapped, alone)
     )
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), got, want)
-
-
-def test_parts_that_are_sharded_differently() -> None:
-    on = mesh(AxisType.Explicit)
-    outs, lses = map(list, parts_of(Q, KEY, VALUE, CUTS["two"]))
-    placed = [put(outs[0], P(None, None, "m"), on), put(outs[1], P("m"), on)], [lses[0], put(lses[1], P("m"), on)]
-    jax.tree.map(close, jax.jit(merge_attention)(*placed), merge_attention(outs, lses))
-
-
-WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
-    "no part": ([], [], ValueError, "got 0 outs and 0 lses, expected as many of each, and at least one"),
-    "fewer lses": ([CT[0], CT[0]], [CT[1]], ValueError, "got 2 outs and 1 lses"),
-    "integers": ([np.ones((2, 3), int)], [np.ones(2)], TypeError, "outs are of int32, expected one dtype for all"),
-    "two dtypes": (
-        [CT[0], CT[0].astype(np.float16)], [CT[1]] * 2, TypeError, "outs are of float16, float32, expected one dtype"
-    ),
-    "complex": ([CT[0]], [1j * CT[1]], TypeError, "lses has dtype complex64, expected a real dtype"),
-    "heads first": (
-        [CT[0]], [np.swapaxes(CT[1], 1, 2)], ValueError,
-        "an output of shape (2, 5, 4, 8) and a logsumexp of shape (2, 4, 5), expected (2, 5, 4, 8), the first part's",
-    ),
-    "other queries": ([CT[0], CT[0][:1]], [CT[1], CT[1][:1]], ValueError, "an output of shape (1, 5, 4, 8)"),
-    "numbers": ([1.0], [1.0], ValueError, "expected (..., head_dim)"),
-    "no arrays": (["out"], [1.0], TypeError, "outs is of type str and makes no array of numbers"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments_say_what_to_do(name: str) -> None:
-    outs, lses, error, said = WRONG[name]
-    with pytest.raises(error, match=re.escape(f"merge_attention: {said}" if said.startswith("got") else said)):
-        merge_attention(outs, lses)

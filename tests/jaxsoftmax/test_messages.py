@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
-from jaxsoftmax._attention.checks import CHECKS
+from jaxsoftmax._attention.checks import _EACH, CHECKS
 from pallas_kernels.attention.problem import OPERANDS, RANK, Operands
 
 X = np.zeros((2, 3), np.float32)
@@ -213,6 +213,56 @@ OF_PROBABILITIES = [
     (TypeError, "labels has dtype complex64", {"labels": COMPLEX}),
     (ValueError, "where has shape (3,), expected a shape that broadcasts with", {"where": np.ones(3, bool)}),
 ]
+OF_TOKENS = [
+    (ValueError, "hidden has shape (2, 3) and weight (3, 4), expected", {"weight_layout": "VE"}),
+    (ValueError, "[V, E]", {"weight_layout": "VE"}),
+    (ValueError, "weight_layout='HV', expected one of 'EV', 'VE'", {"weight_layout": "HV"}),
+    (ValueError, "bias has shape (3,), expected (4,)", {"bias": np.zeros(3)}),
+    (ValueError, "chunk_size is 0, expected a positive integer", {"chunk_size": 0}),
+    (ValueError, "scale has shape (2, 4), expected", {"scale": np.ones((2, 4))}),
+    (ValueError, "labels has shape (3, 2)", {"labels": np.zeros((3, 2), int)}),
+    (ValueError, "labels broadcast to", {"hidden": X[:1], "labels": np.zeros(4, int)}),
+    (TypeError, "labels has dtype float32", {"labels": X[:, 0]}),
+    (ValueError, "label_smoothing is 2.0", {"label_smoothing": 2.0}),
+    (TypeError, "weight has dtype complex64", {"weight": np.zeros((3, 4), np.complex64)}),
+    (ValueError, "implementation='cuda'", {"implementation": "cuda"}),
+]
+OF_PAGES = [
+    (ValueError, "layout='NHD', expected one of 'heads_first', 'pages_first'", {"layout": "NHD"}),
+    (ValueError, "query has shape (2, 8), expected (batch, heads, head_dim)", {"query": Q[:, 0, 0]}),
+    (ValueError, "key_pages has shape (2, 6, 3, 8), expected (pages, page size, key heads, head_dim)",
+     {"layout": "pages_first", "query": np.ones((2, 4, 9), np.float32)}),
+    *((ValueError, f"key_pages has {pages} pages of {size} positions, expected at least one of each",
+       dict.fromkeys(("key_pages", "value_pages"), np.ones((2, pages, size, 8)))) for pages, size in ((0, 3), (6, 0))),
+    (ValueError, "value_pages has shape (2, 6, 9, 8)", {"value_pages": np.ones((2, 6, 9, 8))}),
+    (TypeError, "block_tables has dtype float64, expected integers", {"block_tables": np.ones((2, 5))}),
+    (ValueError, "has shape (3, 5), expected (2, entries)", {"block_tables": np.ones((3, 5), int)}),
+    (ValueError, "lengths has shape (3,), expected (2,), a length", {"lengths": np.ones(3, int)}),
+    (ValueError, "local_window_size=-1, expected one number of positions", {"local_window_size": -1}),
+    (ValueError, "query has 3 heads and key_pages 2, expected a multiple of those. Pass layout=",
+     {"query": Q[:, 0, :3]}),
+    (TypeError, "expected one dtype for all three", {"query": jnp.ones((2, 4, 8), jnp.bfloat16)}),
+    (NotImplementedError, "mosaic_gpu", {"implementation": "mosaic_gpu"}),
+]  # fmt: skip
+LSE = Q[..., 0]
+OF_MERGE_ATTENTION = [
+    (ValueError, "got 0 outs and 0 lses, expected as many of each, and at least one", {"outs": [], "lses": []}),
+    (ValueError, "got 2 outs and 1 lses", {"outs": [Q, Q]}),
+    (TypeError, "outs are of int32, expected one dtype for all", {"outs": [Q.astype(int)]}),
+    (TypeError, "outs are of float16, float32, expected one dtype", {"outs": [Q, Q.astype("f2")], "lses": [LSE] * 2}),
+    (TypeError, "lses has dtype complex64, expected a real dtype", {"lses": [1j * LSE]}),
+    (ValueError, "an output of shape (2, 5, 4, 8) and a logsumexp of shape (2, 4, 5), expected (2, 5, 4, 8), the first"
+     " part's", {"lses": [np.swapaxes(LSE, 1, 2)]}),
+    (ValueError, "an output of shape (1, 5, 4, 8)", {"outs": [Q, Q[:1]], "lses": [LSE, LSE[:1]]}),
+    (ValueError, "expected (..., head_dim)", {"outs": [1.0], "lses": [1.0]}),
+    (TypeError, "outs is of type str and makes no array of numbers", {"outs": ["out"], "lses": [1.0]}),
+]  # fmt: skip
+OF_ZIGZAG = [
+    (ValueError, "multiple", {"axis": 0, "devices": 2}),
+    (ValueError, "at least one", {"devices": 0}),
+    (ValueError, "axis 2 is out", {"axis": 2}),
+    (ValueError, "rounds=0", {"rounds": 0}),
+]
 OF_EXPLAIN = [
     (ValueError, "op='argmax', expected one of softmax, softmax_vjp", {"op": "argmax"}),
     (ValueError, "op=['softmax'], expected one of softmax, softmax_vjp", {"op": ["softmax"]}),
@@ -230,6 +280,10 @@ OF_EXPLAIN_ATTENTION = [
     (ValueError, "op='backward', expected one of forward, vjp, jvp. Did you mean 'vjp'?", {"op": "backward"}),
 ]
 LABELS, QKV = np.array([0, 1]), {"query": Q, "key": K, "value": K}
+TOKENS = {"hidden": X, "weight": np.zeros((3, 4), np.float32), "labels": LABELS}
+PAGES = dict.fromkeys(("key_pages", "value_pages"), np.zeros((2, 6, 3, 8), np.float32))
+PAGED = {"query": Q[:, 0], "block_tables": np.zeros((2, 5), int), "lengths": LABELS} | PAGES
+PIECES = {"x": np.ones((6, 8)), "axis": 1, "devices": 1}
 MESSAGES: dict[str, tuple[dict[str, Any], list[tuple[type[Exception], str, dict[str, Any]]]]] = {
     "softmax": ({"x": X}, OF_ROWS),
     "log_softmax": ({"x": X}, OF_ROWS),
@@ -238,9 +292,14 @@ MESSAGES: dict[str, tuple[dict[str, Any], list[tuple[type[Exception], str, dict[
     "softmax_cross_entropy_with_integer_labels": ({"logits": X, "labels": LABELS}, OF_LABELS),
     "top_k_softmax": ({"logits": X, "k": 2}, OF_TOP_K),
     "flash_attention": (QKV, OF_ATTENTION),
+    "paged_attention": (PAGED, OF_PAGES),
+    "merge_attention": ({"outs": [Q], "lses": [LSE]}, OF_MERGE_ATTENTION),
+    "linear_cross_entropy": (TOKENS, OF_TOKENS),
+    "zigzag": (PIECES, OF_ZIGZAG),
+    "unzigzag": (PIECES, OF_ZIGZAG),
     "explain": ({"x": X}, OF_EXPLAIN),
     "explain_attention": (QKV, OF_EXPLAIN_ATTENTION),
-    "explain_linear_cross_entropy": ({"hidden": X, "weight": X.T, "labels": LABELS}, OF_EXPLAIN_ATTENTION),
+    "explain_linear_cross_entropy": (TOKENS, OF_EXPLAIN_ATTENTION),
 }
 
 
@@ -337,6 +396,7 @@ def test_every_operand_has_a_row_a_check_and_an_argument() -> None:
     assert set(OPERANDS) == set(RANK) == {*Operands._fields, "out", "lse"}
     drawn = {"keep"}  # by `flash_attention`, for dropout
     instead_of_rules = {"window_sizes", "cap"}
-    assert set(CHECKS) == {*Operands._fields} - {"query", "key", "value"} - drawn - instead_of_rules
+    by_axes = {*Operands._fields} - {"query", "key", "value"} - drawn - instead_of_rules - set(CHECKS)
+    assert all(OPERANDS[name].is_differentiable and set(OPERANDS[name].axes) <= set(_EACH) for name in by_axes)
     arguments = {OPERANDS[name].argument or name for name in Operands._fields if name not in drawn}
     assert arguments <= set(inspect.signature(jaxsoftmax.flash_attention).parameters)

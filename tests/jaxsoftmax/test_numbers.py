@@ -18,6 +18,7 @@ from pallas_kernels.softmax import reference
 from tests import attention_oracle, oracle
 from tests.errors import assert_accurate
 from tests.jaxsoftmax.sharded import mesh, put
+from tests.jaxsoftmax.transformations import pulled_back
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(4, 6)), jnp.float32)
@@ -73,12 +74,7 @@ def compiled() -> Iterator[list[str]]:
 
 def gradient(name: str, x: jax.Array, **number: Any) -> tuple[jax.Array, jax.Array]:
     """A function's results, and the gradient of a sum of their sines."""
-
-    def total(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y = FUNCTIONS[name][0](x, **number)
-        return jnp.sin(y).sum(), y
-
-    of_x, y = jax.grad(total, has_aux=True)(x)
+    y, (of_x,) = pulled_back(lambda x: FUNCTIONS[name][0](x, **number), x)
     return y, of_x
 
 
@@ -202,25 +198,6 @@ def test_the_scale_of_a_row_with_minus_infinity_has_a_derivative() -> None:
             np.testing.assert_allclose([jax.grad(of)(0.7), jax.jvp(of, (0.7,), (1.0,))[1]], want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_traced_numbers_beside_sharded_operands(kind: AxisType) -> None:
-    x, numbers_given = jnp.tile(X, (2, 2))[:, :8], {"label_smoothing": 0.2, "z_loss": 0.1, "logits_soft_cap": 1.5}
-    labels, on = jnp.arange(8), mesh(kind)
-    weight = jnp.asarray(RNG.normal(size=(8, 8)), jnp.float32)
-
-    @jax.jit
-    def run(x: jax.Array, weight: jax.Array, labels: jax.Array, given: dict[str, jax.Array]) -> Any:
-        def total(x: jax.Array, weight: jax.Array, given: dict[str, jax.Array]) -> jax.Array:
-            return jnp.sin(loss(x, labels, **given)).sum() + linear(x, weight, labels, **given).sum()
-
-        return jax.value_and_grad(total, (0, 1, 2))(x, weight, given)
-
-    want = run(x, weight, labels, numbers_given)
-    with jax.set_mesh(on):
-        got = run(put(x, P("d", None), on), put(weight, P(None, "m"), on), put(labels, P("d"), on), numbers_given)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5), got, want)
-
-
 @pytest.mark.parametrize("name", ["softmax", "top_k_softmax", "loss", "linear"])
 def test_the_derivative_in_a_scale_that_is_on_no_mesh(name: str) -> None:
     """Beside operands on a mesh of explicit axes, outside of a program and of a context."""
@@ -320,22 +297,6 @@ def test_a_window_for_each_call_that_is_mapped(stand_ins: Any) -> None:
     for i, (width, is_causal) in enumerate([(0, True), (2, False), (None, False)]):
         want = call(qs[i], width, is_causal, float(caps[i]))
         np.testing.assert_allclose(mapped[i], want, rtol=1e-5, atol=1e-6)
-
-
-def test_the_gradient_of_a_cap_beside_sharded_operands() -> None:
-    of_cap = jax.jit(jax.grad(lambda q, k, v, cap: jnp.sin(attention(q, k, v, cap)).sum(), (0, 3)))
-    attention = lambda q, k, v, cap: jaxsoftmax.flash_attention(q, k, v, logits_soft_cap=cap, is_causal=True)
-    q, k, v = (jnp.asarray(RNG.normal(size=(4, 8, 2, 8)), jnp.float32) for _ in range(3))
-    want = of_cap(q, k, v, 1.3)
-    for kind, spec in (
-        (AxisType.Auto, P("d", "m")),
-        (AxisType.Explicit, P("d", "m")),
-        (AxisType.Explicit, P("m", None, None)),
-    ):
-        on = mesh(kind)
-        with jax.set_mesh(on):
-            got = of_cap(*(put(x, spec, on) for x in (q, k, v)), 1.3)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
 
 
 # What multiplies, bends and clamps elements, and its value.

@@ -16,16 +16,18 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 from pallas_kernels.attention.problem import Op as AttentionOp
 from pallas_kernels.softmax.problem import Op
-from tests.jaxsoftmax.calls import CALLS, CT, LENGTHS, MASK, MORE, QKV, Operands, X, attention, cross_entropy, normal
+from tests.jaxsoftmax.calls import CALLS, CT, MASK, MORE, MORE_CALLS, QKV, Operands, X, attention, cross_entropy
 from tests.jaxsoftmax.sharded import COLLECTIVES, collectives, count, exchanges, gathers_only_numbers, mesh, put
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
+
+ALL = CALLS | MORE_CALLS
 
 
 def derivatives(name: str, operands: Operands, second: bool = True) -> dict[str, Any]:
     """Results and gradients, and the tangents of both."""
     moving = {n: x for n, x in operands.items() if x.dtype == jnp.float32}
-    call = lambda moving: CALLS[name][0](**{n: (operands | moving)[n] for n in CALLS[name][1]})
+    call = lambda moving: ALL[name][0](**{n: (operands | moving)[n] for n in ALL[name][1]})
     finite = lambda y: jnp.sin(jnp.where(jnp.isfinite(y), y, 0.0)).sum()
     gradient = jax.grad(lambda moving: sum(finite(y) for y in jax.tree.leaves(call(moving))))
     if not second:
@@ -38,7 +40,7 @@ def derivatives(name: str, operands: Operands, second: bool = True) -> dict[str,
 @functools.cache
 def expected(name: str) -> Any:
     """What one device gives."""
-    return jax.tree.map(np.asarray, jax.jit(functools.partial(derivatives, name))(CALLS[name][1]))
+    return jax.tree.map(np.asarray, jax.jit(functools.partial(derivatives, name))(ALL[name][1]))
 
 
 def agree(got: Any, want: Any) -> None:
@@ -59,7 +61,7 @@ AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 D, DM, BOTH, HEADS, COLUMNS = P("d"), P("d", "m"), P(("d", "m")), P("d", None, "m"), P("d", None, "m")
 ALL_COLUMNS = P(None, None, ("d", "m"))
 NOTHING, SUMS, NUMBERS, ANY = set(), {"all-reduce"}, {"all-gather", "all-reduce"}, set(COLLECTIVES)
-REFERENCE, STAND_IN = "reference", "stand-in"
+REFERENCE, STAND_IN, STATISTICS = "reference", "stand-in", "stand-in statistics"
 CASES: list[tuple[str, AxisType, str, set[str], dict[str, P]]] = [
     ("softmax", AUTO, STAND_IN, NOTHING, {"x": P(None, "m")}),
     ("softmax", AUTO, REFERENCE, SUMS, {"x": ALL_COLUMNS}),
@@ -68,6 +70,9 @@ CASES: list[tuple[str, AxisType, str, set[str], dict[str, P]]] = [
     ("softmax", EXPLICIT, REFERENCE, NOTHING, {"where": D}),
     ("softmax", EXPLICIT, STAND_IN, ANY, {"x": P(), "where": D}),
     ("log_softmax", EXPLICIT, STAND_IN, NUMBERS, {"x": P(None, None, "d")}),
+    ("log_softmax", AUTO, STATISTICS, NOTHING, {"x": DM}),
+    ("log_softmax", AUTO, STATISTICS, NUMBERS, {"x": COLUMNS}),
+    ("log_softmax", EXPLICIT, STATISTICS, NUMBERS, {"x": COLUMNS}),
     ("logsumexp", EXPLICIT, STAND_IN, NUMBERS, {"a": P("m", None, "d"), "where": P("m")}),
     ("cross_entropy", AUTO, STAND_IN, NOTHING, {"logits": BOTH, "labels": BOTH, "where": BOTH}),
     ("cross_entropy", AUTO, REFERENCE, SUMS, {"logits": ALL_COLUMNS}),
@@ -98,6 +103,8 @@ CASES: list[tuple[str, AxisType, str, set[str], dict[str, P]]] = [
     ("attention", EXPLICIT, REFERENCE, NOTHING, {"key": D}),
     ("attention", EXPLICIT, STAND_IN, ANY, {"query": P(None, None, "d"), "key": P(), "value": P()}),
     ("attention", EXPLICIT, STAND_IN, ANY, {"query": P(None, "m"), "key": P(None, "m"), "value": P()}),
+    # Each device aligns its own sequences.
+    ("from the end", AUTO, STAND_IN, NOTHING, dict.fromkeys(MORE_CALLS["from the end"][1], D)),
     ("more attention", AUTO, STAND_IN, SUMS, {"query": D, "key": D, "value": D, "key_value_seq_lengths": D}),
     ("more attention", EXPLICIT, STAND_IN, SUMS, dict.fromkeys(QKV, HEADS) | {"key_value_seq_lengths": D}),
     ("more attention", EXPLICIT, STAND_IN, ANY, {"query": P(), "key": D, "value": P("m"), "sinks": D}),
@@ -124,8 +131,8 @@ def name_of(part: Any) -> str:
 @pytest.mark.parametrize("name, kind, kernels, may, specs", CASES, indirect=["kernels"], ids=name_of)
 def test_derivatives(name: str, kind: AxisType, kernels: Any, may: set[str], specs: dict[str, P]) -> None:
     """Of explicit axes no context has to know; a gradient has its operand's type, whatever the call is cut like."""
-    want, operands, on = expected(name), CALLS[name][1], mesh(kind)
-    kernels()
+    want, operands, on = expected(name), ALL[name][1], mesh(kind)
+    record = kernels()
     second = may is not ANY or specs in (_FIRST_EXPLICIT.get(name), _FIRST_AUTO.get(name))
     cut, function = placed(operands, specs, on), functools.partial(derivatives, name, second=second)
     want = {part: x for part, x in want.items() if second or part in ("out", "gradient")}
@@ -134,13 +141,14 @@ def test_derivatives(name: str, kind: AxisType, kernels: Any, may: set[str], spe
     agree(got, want)
     assert set(count(compiled)) <= may
     assert may is ANY or gathers_only_numbers(compiled)
+    assert not (record and record.of_statistics) or {p.op for p in record.problems} == {Op.STATS}
     if kind is AUTO:
         alike = [(got["gradient"][n], cut[n]) for n in specs if n in got["gradient"] and may == NOTHING]
         assert all(x.sharding.is_equivalent_to(y.sharding, y.ndim) for x, y in alike)
         return
     first = specs is _FIRST_EXPLICIT[name]
     if first:
-        agree(CALLS[name][0](**cut), want["out"])
+        agree(ALL[name][0](**cut), want["out"])
     types = jax.eval_shape(function, cut)
     with jax.set_mesh(on):
         within = placed(operands, dict.fromkeys(operands, P()) | specs, on)
@@ -170,6 +178,7 @@ ROWS: dict[str, Callable[..., jax.Array]] = {
     "logsumexp": functools.partial(jaxsoftmax.logsumexp, axis=-1),
     "cross_entropy": lambda x, **kw: cross_entropy(x, jnp.full_like(x.max(-1), 5, dtype=jnp.int32), **kw),
 }
+top_k = lambda x: jaxsoftmax.top_k_softmax(x, 3)[0]
 OPTIONS: dict[str, Callable[..., jax.Array]] = {
     "smoothed": functools.partial(ROWS["cross_entropy"], label_smoothing=0.2, z_loss=0.01),
     "weighted": functools.partial(ROWS["cross_entropy"], weights=0.5),
@@ -222,46 +231,11 @@ def test_sharded_rows_exchange_numbers_and_whole_ones_nothing(
         assert set(collectives(xla, put(X, COLUMNS))) == {"all-reduce"}
 
 
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
-def test_log_softmax_from_statistics_of_shards(stand_ins: Any, kind: AxisType) -> None:
-    stand_ins.of_statistics = (Op.LOG_SOFTMAX, Op.LOG_SOFTMAX_TANGENT, Op.LOG_SOFTMAX_COTANGENT)
-    function = lambda x: [MODES[mode](jaxsoftmax.log_softmax, x) for mode in MODES]
-    want = jax.jit(lambda x: [MODES[mode](jax.nn.log_softmax, x) for mode in MODES])(X)
-    for spec, sizes in ((DM, (4, 16)), (COLUMNS, (8, 8))):
-        stand_ins.problems.clear()
-        x = put(X, spec) if kind is AUTO else jax.device_put(X, NamedSharding(mesh(EXPLICIT), spec))
-        compiled = jax.jit(function).lower(x).compile()
-        for got, right in zip(compiled(x), want, strict=True):
-            np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-5)
-        assert {p.op for p in stand_ins.problems} == {Op.STATS}
-        assert sizes in {(p.rows, p.cols) for p in stand_ins.problems}
-        found = [arrays[0].kind for arrays in exchanges(compiled)]
-        assert set(found) <= ({"all-gather"} if spec == COLUMNS else set())
-
-
 def test_a_gather_of_logits_is_seen() -> None:
     gathers = jax.jit(lambda x: jax.lax.with_sharding_constraint(x + 1, NamedSharding(mesh(), P("d"))))
     compiled = gathers.lower(put(X, COLUMNS)).compile()
     assert exchanges(compiled) == [[("all-gather", "f32", X.size // 4)]]
     assert not gathers_only_numbers(compiled)
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_shifted_holes(stand_ins: Any, name: str) -> None:
-    x = X.at[0, 0].set(-jnp.inf).at[0, 0, 5].set(1.0).at[1].add(64.0 if name == "cross_entropy" else 1e4)
-    mask = jnp.broadcast_to(MASK, X.shape).at[..., 0].set(True)
-    stand_ins.accepts = lambda _: False
-
-    @jax.jit
-    def both(x: jax.Array, mask: jax.Array) -> Any:
-        return [MODES[mode](functools.partial(ROWS[name], where=mask), x) for mode in ("forward", "vjp")]
-
-    want = both(x, mask)
-    stand_ins.accepts = lambda _: True
-    jax.clear_caches()
-    for spec in (DM, COLUMNS):
-        got = both(put(x, spec), put(mask, spec))
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), got, want)
 
 
 @pytest.mark.parametrize("op", ["softmax", "log_softmax"])
@@ -316,9 +290,7 @@ def test_other_axes(stand_ins: Any, axis: Any, spec: P, counts: int) -> None:
 
 # `test_columns.py` has the values and gradients of the others.
 COLUMNS_LEFT: dict[str, Callable[..., jax.Array]] = {
-    "softmax": ROWS["softmax"],
     "log_softmax": ROWS["log_softmax"],
-    "smoothed": OPTIONS["smoothed"],
     "over two axes": lambda x, **kw: cross_entropy(x[:, :3], 4 * jnp.arange(8), (1, 2), **kw),
 }
 
@@ -391,7 +363,7 @@ def test_shard_map_mixes_varying_and_replicated_of_attention(monkeypatch: pytest
 
 OTHERWISE: dict[str, tuple[Callable[..., Any], jax.Array]] = {
     "softmax": (jaxsoftmax.softmax, X),
-    "top_k": (lambda x: jaxsoftmax.top_k_softmax(x, 3)[0], X),
+    "top_k": (top_k, X),
     "attention": (lambda x: jaxsoftmax.flash_attention(x, x, x), QKV["query"]),
 }
 
@@ -431,66 +403,24 @@ def test_vmap_of_sharded_tangents(stand_ins: Any) -> None:
     agree(jax.jit(pushed)(X, tangents)[3], jax.jvp(jax.nn.softmax, (X,), (CT,))[1])
 
 
-def of_attention(**rules: Any) -> Callable[..., Any]:
-    """Gradients of queries, keys and values, and of bias and sinks where those are given."""
-
-    def gradients(q: Any, k: Any, v: Any, bias: Any = None, sinks: Any = None, lengths: Any = None) -> Any:
-        total = lambda q, k, v, extra: jnp.sin(
-            jaxsoftmax.flash_attention(q, k, v, **extra, key_value_seq_lengths=lengths, **rules)
-        ).sum()
-        extra = {} if bias is None else {"bias": bias, "sinks": sinks}
-        return jax.grad(total, (0, 1, 2, 3))(q, k, v, extra)
-
-    return gradients
-
-
 Q, K, V = QKV.values()
-
-
-def test_each_device_aligns_its_own_sequences(kernels: Any) -> None:
-    gradients = of_attention(is_causal=True, causal_alignment="bottom_right")
-    operands = Q, K, V, None, None, LENGTHS
-    want = jax.jit(gradients)(*operands)
-    kernels()
-    cut = [None if x is None else put(x, D) for x in operands]
-    assert collectives(gradients, *cut) == {}
-    agree(jax.jit(gradients)(*cut), want)
-
-
-@pytest.mark.parametrize("shared", [1, 2])
-def test_more_devices_than_key_heads(shared: int, kernels: Any) -> None:
-    k, v, gradients = K[:, :, :shared], V[:, :, :shared], of_attention()
-    want = jax.jit(gradients)(Q, k, v)
-    record = kernels()
-    q = put(Q, P(None, None, "d"))
-    if record:
-        assert collectives(jaxsoftmax.flash_attention, q, k, v) == {}
-        assert set(collectives(gradients, q, k, v)) == {"all-reduce"}
-    agree(jax.jit(gradients)(q, k, v), want)
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
 def test_devices_that_share_a_key_head_read_the_right_one(stand_ins: Any, kind: AxisType) -> None:
     """Eight heads on four devices, of which two read each key head: as many as query heads read it, but no more."""
     q = jnp.concatenate([Q, 0.5 * Q[..., ::-1, :]], 2)
-    both = jax.jit(lambda q, k, v: (attention(q, k, v), of_attention(is_causal=True)(q, k, v)))
+    both = jax.jit(lambda *qkv: jax.vjp(attention, *qkv)[1](jnp.sin(attention(*qkv))))
     stand_ins.accepts = lambda _: False
     want = both(q, K, V)
     stand_ins.accepts = lambda _: True
     jax.clear_caches()
     with jax.set_mesh(on := mesh(kind)):
-        agree(both(put(q, P(None, None, "d"), on), put(K, P(), on), put(V, P(), on)), want)
+        cut = put(q, P(None, None, "d"), on), put(K, P(), on), put(V, P(), on)
+        agree(both(*cut), want)
+    assert collectives(attention, *cut) == {}
+    assert set(collectives(both, *cut)) == {"all-reduce"}
     assert {(p.query_heads, p.key_heads) for p in stand_ins.attended(AttentionOp.FORWARD)} >= {(2, 1)}
-
-
-def test_gradients_of_what_devices_share_are_summed(kernels: Any) -> None:
-    bias, sinks = normal(1, 1, 6, 6), MORE["sinks"]
-    gradients = lambda *operands: of_attention()(*operands)[::3]
-    want = jax.jit(gradients)(Q, K, V, bias, sinks)
-    kernels()
-    operands = put(Q, HEADS), K, V, put(bias, P()), put(sinks, P("m"))
-    agree(jax.jit(gradients)(*operands), want)
-    assert set(collectives(gradients, *operands)) <= {"all-reduce"}
 
 
 MAPPED = {
@@ -589,17 +519,18 @@ def test_extents_of_1_of_attention(extents: Any, spec: P, shape: tuple[int, int]
 
 @pytest.mark.parametrize("shape", [(1, 2), (1, 1)], ids=str)
 def test_extents_of_1_of_rows(shape: tuple[int, int], stand_ins: Any) -> None:
-    rng, rows = np.random.default_rng(0), P("d", "m")
+    rng, rows, of_row = np.random.default_rng(0), P("d", "m"), P("d")
     x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((1, 8), (8, 6)))
     labels = jnp.array([3])
-    for name in ("softmax", "log_softmax", "logsumexp"):
-        one = {"a" if name == "logsumexp" else "x": x}
-        on_explicit(functools.partial(getattr(jaxsoftmax, name), axis=-1), one, dict.fromkeys(one, rows), shape)
-    of_loss = {"logits": x, "labels": labels}
-    on_explicit(
-        jaxsoftmax.softmax_cross_entropy_with_integer_labels, of_loss, {"logits": rows, "labels": P("d")}, shape
-    )
-    linear = {"hidden": x, "weight": w, "labels": labels}
-    on_explicit(
-        jaxsoftmax.linear_cross_entropy, linear, {"hidden": P("d"), "weight": P(None, "m"), "labels": P("d")}, shape
-    )
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        *((op, {"x": (x, rows)}) for op in (jaxsoftmax.softmax, jaxsoftmax.log_softmax)),
+        (functools.partial(jaxsoftmax.logsumexp, axis=-1), {"a": (x, rows)}),
+        *((top_k, {"x": (x[None], spec)}) for spec in (of_row, P(None, "d", "m"))),
+        (cross_entropy, {"logits": (x, rows), "labels": (labels, of_row)}),
+        (
+            jaxsoftmax.linear_cross_entropy,
+            {"hidden": (x, of_row), "weight": (w, P(None, "m")), "labels": (labels, of_row)},
+        ),
+    ]
+    for call, given in calls:
+        on_explicit(call, *({n: pair[i] for n, pair in given.items()} for i in (0, 1)), shape)

@@ -17,14 +17,11 @@ from jax.sharding import SingleDeviceSharding
 import jaxsoftmax
 from jaxsoftmax._core.primitives import PRIMITIVES
 from tests.jaxsoftmax.calls import CALLS, LABELS, MORE_CALLS, QKV, X, of_floats
+from tests.jaxsoftmax.transformations import gradient
 
 NAMED = CALLS | MORE_CALLS
 close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=2e-4)
 cross_entropy = jaxsoftmax.softmax_cross_entropy_with_integer_labels
-
-
-def gradient(call: Callable[..., Any], *xs: jax.Array) -> Any:
-    return jax.grad(lambda *xs: sum(jnp.sin(y).sum() for y in jax.tree.leaves(call(*xs))), range(len(xs)))(*xs)
 
 
 def primitives_of(jaxpr: Jaxpr) -> Iterator[Primitive]:
@@ -39,8 +36,7 @@ def found_in(name: str) -> set[Primitive]:
     """The package's primitives in a call, its gradient and its tangent, and in the tangent and gradient of these."""
     call, xs = of_floats(name)
     moved = lambda f: lambda *xs: jax.jvp(f, xs, xs)
-    pulled = functools.partial(gradient, call)
-    each = (call, moved(call), pulled, moved(pulled), functools.partial(gradient, pulled))
+    each = (call, moved(call), gradient(call), moved(gradient(call)), gradient(gradient(call)))
     return {p for f in each for p in primitives_of(jax.make_jaxpr(f)(*xs).jaxpr)} & set(PRIMITIVES)
 
 
@@ -60,14 +56,14 @@ def test_every_primitive_has_rules() -> None:
 def test_sparsify_runs_every_call(name: str) -> None:
     """It needs no rule for operations on dense arrays."""
     call, xs = of_floats(name)
-    for function in (call, functools.partial(gradient, call)):
+    for function in (call, gradient(call)):
         assert jax.eval_shape(sparse.sparsify(function), *xs) == jax.eval_shape(function, *xs)
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_every_call_has_taylor_series(name: str) -> None:
     call, xs = of_floats(name)
-    for function in (call, functools.partial(gradient, call)):
+    for function in (call, gradient(call)):
         expanded = lambda *xs, f=function: jet(f, xs, [[x, x] for x in xs])
         out, terms = jax.eval_shape(expanded, *xs)
         assert out == jax.eval_shape(function, *xs)
@@ -118,7 +114,7 @@ def test_taylor_series(name: str) -> None:
 
     @functools.partial(jax.jit, static_argnums=0)
     def expanded(f: Callable[..., Any]) -> Any:
-        return jet(f, (x,), (series,)), jet(lambda x: gradient(f, x)[0], (x,), (series,))
+        return jet(f, (x,), (series,)), jet(lambda x: gradient(f)(x)[0], (x,), (series,))
 
     jax.tree.map(close, expanded(ours), expanded(theirs))
 

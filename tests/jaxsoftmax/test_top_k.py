@@ -162,11 +162,6 @@ def test_scales_that_are_arrays() -> None:
     np.testing.assert_array_equal(indices, expected)
     np.testing.assert_allclose(y, jax.lax.top_k(jax.nn.softmax(x.astype(jnp.float32) * scale), 4)[0], rtol=1e-2)
     assert y.dtype == jnp.bfloat16
-    ours, theirs = (
-        jax.jit(jax.grad(lambda s, f=f: jnp.sin(f(X, s)).sum()))(scale)
-        for f in (lambda x, s: top_k_softmax(x, 4, scale=s)[0], lambda x, s: plain(x * s, 4, "all"))
-    )
-    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-7)
 
 
 def plain(x: jax.Array, k: int, normalize: str) -> jax.Array:

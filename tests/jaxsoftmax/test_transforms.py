@@ -14,6 +14,7 @@ import pytest
 
 import jaxsoftmax
 from jaxsoftmax import flash_attention, softmax_cross_entropy, softmax_cross_entropy_with_integer_labels, top_k_softmax
+from pallas_kernels.softmax.problem import Op
 from tests.jaxsoftmax.transformations import TRANSFORMED, Case, Function, linear, loss
 
 RNG = np.random.default_rng(0)
@@ -98,6 +99,25 @@ def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array, s
     return out, jnp.swapaxes(jnp.where(sees, lse, 0.0), -1, -2)
 
 
+# Five tokens, an embedding and a vocabulary, a bias and a number for each token.
+H, W, B, S = normal(5, 4), normal(4, 7), normal(7), jnp.exp(normal(5))
+Y = jnp.array([0, 6, 3, 3, 1])
+linear_loss = functools.partial(jaxsoftmax.linear_cross_entropy, chunk_size=2)
+
+
+def linear_with_options(h: jax.Array, w: jax.Array, b: jax.Array, s: jax.Array) -> Any:
+    n = len(h)
+    return linear_loss(h, w, Y[:n], bias=b, scale=s[:n, None], return_entropy=True, **OPTIONS)
+
+
+def plain_linear_with_options(h: jax.Array, w: jax.Array, b: jax.Array, s: jax.Array) -> Any:
+    n = len(h)
+    z = 3.0 * jnp.tanh((h @ w + b) * s[:n, None] / 3.0)
+    lse = jax.nn.logsumexp(z, -1)
+    loss = 0.9 * optax.softmax_cross_entropy_with_integer_labels(z, Y[:n]) + 0.1 * (lse - z.mean(-1)) + 0.01 * lse**2
+    return loss, lse, lse - (jax.nn.softmax(z) * z).sum(-1)
+
+
 ROWS: dict[str, tuple[Function, Function]] = {
     "softmax": (jaxsoftmax.softmax, jax.nn.softmax),
     "log_softmax": (jaxsoftmax.log_softmax, jax.nn.log_softmax),
@@ -130,6 +150,13 @@ CASES |= {
         )
         for name, over in (("top_k", "all"), ("top_k of k", "top_k"))
     },
+    "linear": Case(linear_with_options, plain_linear_with_options, (H, W, B, S), (H[:2], W, B, S)),
+    "weighted linear": Case(
+        lambda h, w, s: linear_loss(h, w, Y[: len(h)], weights=s[: len(h)]),
+        lambda h, w, s: s[: len(h)] * optax.softmax_cross_entropy_with_integer_labels(h @ w, Y[: len(h)]),
+        (H, W, S),
+        (H[:2], W, S),
+    ),
     # Tolerances of sums of products.
     "attention": Case(
         attention, plain_attention, OPERANDS, tuple(x[:1] for x in OPERANDS[:3]) + OPERANDS[3:], (2e-3, 2e-3)
@@ -172,8 +199,12 @@ LIKE_OTHERS: list[tuple[str, str, str]] = [
     *((name, op, "reference") for op in CASES for name in (("hessian",) if op in VARIANTS else RULES)),
     *((name, next(OTHERS), "reference") for name in REST),
     *((name, "attention", "reference") for name in (*PARTS, "hvp", "third", "vmap of grad of a sum")),
+    # The body of the loop over chunks is told which operands are mapped.
+    *((name, "linear", "reference") for name in ("third", "vmap of grad of a sum", "grad of remat of grad")),
+    *((name, "weighted linear", "reference") for name in ("vmap of grad of a sum", "remat", "grad of scan")),
     *((name, "attention", "stand-in") for name in BY_KERNELS),
     *(("vmap of grad of a sum", op, "stand-in") for op in ("weighted", "loss and lse", "probabilities")),
+    *((name, "log_softmax masked", "stand-in statistics") for name in ("jvp", "vmap", "hessian", "grad of jvp")),
     *((name, "top_k", "short") for name in SORTED_AND_COUNTED),
     *((name, "top_k", "stand-in") for name in SORTED_AND_COUNTED),
     *((name, op, "short stand-in") for name in ("jvp", *SORTED_AND_COUNTED) for op in ("top_k", "top_k of k")),
@@ -185,6 +216,7 @@ def test_like_others(name: str, op: str, kernels: Any) -> None:
     record = kernels()
     CASES[op].check(name, PARTS.get(name))
     assert record is None or record.problems
+    assert not (record and record.of_statistics) or {p.op for p in record.problems} == {Op.STATS}
 
 
 AXES = [0, 1, -2, (0, 2), (1, 2), (2, 0), None, ()]
@@ -297,11 +329,11 @@ def test_vmap_axes_of_attention(axes: tuple[int | None, ...], also: str, kernels
 
 def test_nested_vmap_of_attention(stand_ins: Any) -> None:
     mapped = jnp.stack([Q, -Q, 2 * Q]), jnp.stack([K, 0.5 * K]), *OPERANDS[2:]
-    of_q, of_k = (0, None, None, None, None), (None, 0, None, None, None)
+    label_factor, of_k = (0, None, None, None, None), (None, 0, None, None, None)
 
     def everything(f: Function, c: Case) -> Any:
-        both, other = jax.vmap(jax.vmap(f, of_k), of_q), jax.vmap(jax.vmap(f, of_q), of_k)
-        sums = jax.vmap(jax.vmap(jax.grad(linear(f), c.all), of_k), of_q)
+        both, other = jax.vmap(jax.vmap(f, of_k), label_factor), jax.vmap(jax.vmap(f, label_factor), of_k)
+        sums = jax.vmap(jax.vmap(jax.grad(linear(f), c.all), of_k), label_factor)
         return [(g(*mapped), jax.grad(loss(g), c.all)(*mapped)) for g in (both, other)], sums(*mapped)
 
     OF_ATTENTION.check("nested vmap", everything)
@@ -330,6 +362,14 @@ def test_vmap_over_lengths_that_align(axes: Any, kernels: Any) -> None:
         of = [x if d is None else jnp.take(x, i, d) for x, d in zip((*mapped, lengths), axes, strict=True)]
         want = gradients(*of)
         jax.tree.map(lambda a, b, i=i: np.testing.assert_allclose(a[i], b, rtol=1e-4, atol=1e-5), got, want)
+
+
+def test_a_scale_of_each_head() -> None:
+    by_scale = lambda q, s: flash_attention(q, K, V, scale=s[:, None])
+    by_query = lambda q, s: flash_attention(q * s[:, None], K, V, scale=1.0)
+    case = Case(by_scale, by_query, (Q, WEIGHTS), (Q, WEIGHTS), (1e-4, 1e-5))
+    for name in ("eager", "grad", "hvp"):
+        case.check(name)
 
 
 def test_alignment_by_lengths_in_every_mode() -> None:
@@ -416,12 +456,6 @@ def test_checks_on(op: str) -> None:
 def test_nan_debugging_finds_ours(op: str) -> None:
     with jax.debug_nans(True), pytest.raises(FloatingPointError):
         ROWS[op][0](jnp.array([1.0, jnp.nan]))
-
-
-@pytest.mark.parametrize("op", ROWS)
-def test_eval_shape(op: str) -> None:
-    ours, theirs = (jax.eval_shape(f, jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)) for f in ROWS[op])
-    assert (ours.shape, ours.dtype) == (theirs.shape, jnp.float32 if op == "cross_entropy" else theirs.dtype)
 
 
 def test_offloading_by_name() -> None:

@@ -26,6 +26,17 @@ def loss(f: Function) -> Function:
     return linear(lambda *xs: jax.tree.map(jnp.sin, f(*xs)))
 
 
+def pulled_back(f: Function, *xs: jax.Array) -> Any:
+    """Results, and gradients for cotangents that depend on them: those of the sum of their sines."""
+    out, pull = jax.vjp(f, *xs)
+    return out, pull(jax.tree.map(lambda y: jnp.cos(jnp.where(jnp.isfinite(y), y, 0)), out))
+
+
+def gradient(f: Function) -> Function:
+    """The gradients alone."""
+    return lambda *xs: pulled_back(f, *xs)[1]
+
+
 @dataclasses.dataclass
 class Case:
     """An operation of ours, the same in plain JAX, and its operands; `small` ones are for Jacobians."""
@@ -106,7 +117,7 @@ TRANSFORMED: dict[str, Callable[[Function, Case], Any]] = {
     "vmap of hvp of a sum": lambda f, c: jax.vmap(lambda *xs: jax.jvp(c.grad(linear(f)), xs, c.ts)[1])(*c.stacked),
     "vmap of jvp": lambda f, c: jax.vmap(lambda *ts: jax.jvp(f, c.xs, ts)[1])(*c.stacked),
     "grad of vmap": lambda f, c: c.grad(loss(jax.vmap(f)))(*c.stacked),
-    "grad of scan": lambda f, c: jax.grad(lambda x: _over_rows(f, x, c.xs[1:]))(c.xs[0]),
+    "grad of scan": lambda f, c: c.grad(lambda x, *rest: _over_rows(f, x, rest))(*c.xs),
     "jvp of map": lambda f, c: jax.jvp(
         lambda x: jax.lax.map(lambda x: f(x, *c.xs[1:]), x), c.stacked[:1], c.stacked[:1]
     ),

@@ -1,20 +1,24 @@
-"""Faults planted in the attention kernels: a function that runs in another's place, everywhere or in one caller."""
+"""Faults planted in the attention kernels, which the kernels' own checks reject in the interpreter or before it."""
 
 import dataclasses
 import functools
-import inspect
-import operator
 import types
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+import pytest
+import test_attention_backward
+import test_attention_forward
+import test_attention_schedule
+from interpreter import Deadlock, RaceDetected, interpret
 from jax import lax
+from test_attention_segments import check_backward_visits, check_forward_visits
 
-from pallas_kernels import monoid
+from pallas_kernels import hardware, monoid
 from pallas_kernels.attention import (
     backward,
     backward_common,
@@ -30,12 +34,14 @@ from pallas_kernels.attention import (
     tile_scheduler,
 )
 from pallas_kernels.attention.online_softmax import TileCoord
-from pallas_kernels.attention.problem import Op
-from pallas_kernels.mosaic import fast_math, pipeline, ptx, reduce, votes, wgmma
+from pallas_kernels.attention.problem import ForwardConfig, Op
+from pallas_kernels.mosaic import fast_math, pipeline, reduce, votes, wgmma
 from pallas_kernels.mosaic.fast_math import LOG2E
+from pallas_kernels.mosaic.pipeline import Stages
 from pallas_kernels.mosaic.ptx import WGMMA
+from tests.faults import NUMBERS, Fault, Table
 
-NUMBERS, RACE, DEADLOCK = "wrong numbers", "a race detected", "a deadlock reported"
+RACE, DEADLOCK = "a race detected", "a deadlock reported"
 NOT_WAITED_FOR = "a race detected, or a phase of a barrier that nobody waited for"
 UNORDERED = "wrong numbers, a race or a deadlock"
 OUT_OF_STEP = "a race detected, or a deadlock reported"
@@ -71,76 +77,11 @@ class Case(NamedTuple):
     page_size: int = 0
 
 
-@dataclasses.dataclass(eq=False)
-class Run:
-    """A run of a function."""
-
-    first: Any  # its first argument
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """A fault, and the case that shows it: `fault(original, *arguments)` runs in the place of `original`.
-
-    With `inside`, it does so only in calls that are written in that function, with `barrier`, only in those for the
-    CTA's barriers of this name, and with `nth`, only in that call of each run of the function.
-    """
-
-    words: str
-    original: property | Callable[..., Any]
-    fault: Callable[..., Any]
-    rejected_by: str
-    case: Case
-    inside: Callable[..., Any] | None = None
-    barrier: str = ""
-    nth: int | None = None
-
-    def applies(self, open_runs: list[Run], seen: list[Run], caller: types.FrameType, *arguments: Any) -> bool:
-        """Whether the fault is in a call by `caller`.
-
-        `open_runs` are the runs of `inside` that have not ended; `seen` collects them, once for each such call.
-        """
-        if self.inside is None:
-            return True
-        name = inspect.unwrap(self.inside).__code__.co_qualname
-        if not open_runs or caller.f_code.co_qualname.split(".<locals>")[0] != name:
-            return False
-        run = open_runs[-1]
-        if self.barrier and not _is_part(arguments[0], getattr(_references(run.first), self.barrier)):
-            return False
-        seen.append(run)
-        return self.nth in (None, sum(other is run for other in seen) - 1)
-
-    def within(self, open_runs: list[Run]) -> types.SimpleNamespace:
-        """What `plant` takes to follow the runs of `inside`."""
-
-        def followed(original: Callable[..., Any], first: Any, /, *arguments: Any, **keywords: Any) -> Any:
-            open_runs.append(Run(first))
-            try:
-                return original(first, *arguments, **keywords)
-            finally:
-                open_runs.pop()
-
-        return types.SimpleNamespace(original=self.inside, fault=followed, words="inside")
-
-
-def _references(of: Any) -> types.SimpleNamespace:
-    """The references of a CTA, tile, or part of a tile."""
-    tile = getattr(of, "tile", of)
-    return getattr(tile, "refs", tile)
-
-
-def _is_part(ref: Any, of: Any) -> bool:
-    """Whether a reference is another, or a part of it."""
-    cuts, cuts_of = (x.places if isinstance(x, ptx.Part) else x.transforms for x in (ref, of))
-    return ref.ref is of.ref and all(map(operator.is_, cuts, cuts_of)) and len(cuts) >= len(cuts_of)
-
-
-def _mutant(op, words, original, fault, kind="full", rejected_by=NUMBERS, inside=None, barrier="", nth=None, **facts):
+def _fault(op, words, original, fault, kind="full", rejected_by=NUMBERS, inside=None, barrier="", nth=None, **facts):
     """The fault in a problem of one sequence and head, or two of each if blocks or threads have to meet to show it."""
     meet = rejected_by not in (NUMBERS, UNDER_WAY)
     facts = {"batch": 1 + meet, "heads": (1 + meet, 1)} | facts
-    return Mutant(words, original, fault, rejected_by, Case(op, kind, **facts), inside, barrier, nth)
+    return Fault(words, original, fault, Case(op, kind, **facts), rejected_by, inside, barrier, nth)
 
 
 def _one_tile_less(span, *arguments):
@@ -174,14 +115,14 @@ def _one_not_counted(assign, *arguments):
     return table
 
 
-def _by_half(barrier):
-    """A barrier's phase is over when half of the warps have arrived."""
+def _by_half(name):
+    """A phase of the stages' `empty` is over when half of the warps have arrived."""
 
-    def arrivals_of(arrivals, *arguments):
-        counts = arrivals(*arguments)
-        return counts | {barrier: tuple(n // 2 for n in counts[barrier])}
+    def stages_of(table, *arguments):
+        stages = table(*arguments)
+        return stages | {name: dataclasses.replace(stages[name], readers=stages[name].readers // 2)}
 
-    return arrivals_of
+    return stages_of
 
 
 def _one_row_on(at):
@@ -277,18 +218,18 @@ def _released_first(add_to_dq, *arguments, at_first, **keywords):
     return add_to_dq(*arguments, **keywords)
 
 
-_forward = functools.partial(_mutant, Op.FORWARD)
-_dynamic = functools.partial(_mutant, Op.FORWARD, scheduler="dynamic", batch=2, heads=(3, 1))
-_split = functools.partial(_mutant, Op.FORWARD, splits=3)
-_paged = functools.partial(_mutant, Op.FORWARD, kind="key-lengths", batch=2, heads=(2, 1), splits=2, page_size=16)
-_biased = functools.partial(_mutant, Op.FORWARD, kind="bias", bias_stages=1)
-_backward = functools.partial(_mutant, Op.BACKWARD)
-_dynamic_backward = functools.partial(_mutant, Op.BACKWARD, kind="mask", batch=2, heads=(2, 1))
-_wide_backward = functools.partial(_mutant, Op.BACKWARD, dims=(136, 64))
-_capped_backward = functools.partial(_mutant, Op.BACKWARD, kind="capped-bias", dims=(128, 64))
-_copied_bias = functools.partial(_mutant, Op.BACKWARD, kind="shared-bias", keys=192)
+_forward = functools.partial(_fault, Op.FORWARD)
+_dynamic = functools.partial(_fault, Op.FORWARD, scheduler="dynamic", batch=2, heads=(3, 1))
+_split = functools.partial(_fault, Op.FORWARD, splits=3)
+_paged = functools.partial(_fault, Op.FORWARD, kind="key-lengths", batch=2, heads=(2, 1), splits=2, page_size=16)
+_biased = functools.partial(_fault, Op.FORWARD, kind="bias", bias_stages=1)
+_backward = functools.partial(_fault, Op.BACKWARD)
+_dynamic_backward = functools.partial(_fault, Op.BACKWARD, kind="mask", batch=2, heads=(2, 1))
+_wide_backward = functools.partial(_fault, Op.BACKWARD, dims=(136, 64))
+_capped_backward = functools.partial(_fault, Op.BACKWARD, kind="capped-bias", dims=(128, 64))
+_copied_bias = functools.partial(_fault, Op.BACKWARD, kind="shared-bias", keys=192)
 
-MUTANTS = (
+FAULTS = (
     _forward("a query sees one key too many", gather.apply_bounds, lambda keep, x, low, high: keep(x, low, high + 1),
              "causal"),
     _forward("the window's left end is one too far right", gather.apply_bounds,
@@ -400,40 +341,41 @@ MUTANTS = (
              "window-nothing", inside=forward._mainloop, rejected_by=UNORDERED, heads=(3, 1)),
     _forward("a tile's record is overwritten while it is read", tile_scheduler._slot,
              lambda slot, t: lax.rem(jnp.int32(t), jnp.int32(2)), rejected_by=OUT_OF_STEP, heads=(3, 1)),
-    _forward("keys are read before they are there", pipeline.wait, _left_out, inside=forward._mainloop,
-             barrier="stage_full", nth=1, rejected_by=OUT_OF_STEP),
-    _forward("the last values are read before they are there", pipeline.wait, _left_out, inside=forward._mainloop,
-             barrier="stage_full", nth=2, rejected_by=RACE),
-    _forward("queries are read before they are there", pipeline.wait, _left_out, inside=forward._mainloop,
-             barrier="query_full", rejected_by=RACE),
-    _forward("the next tile's queries are asked for before the last scores are there", forward._copy_query,
+    _forward("keys are read before they are there", Stages.wait, _left_out, inside=forward._mainloop,
+             barrier="kv_stages", nth=1, rejected_by=OUT_OF_STEP),
+    _forward("the last values are read before they are there", Stages.wait, _left_out, inside=forward._mainloop,
+             barrier="kv_stages", nth=2, rejected_by=RACE),
+    _forward("queries are read before they are there", Stages.wait, _left_out, inside=forward._mainloop,
+             barrier="query_stages", rejected_by=RACE),
+    _forward("the next tile's queries are asked for before the last scores are there", forward._fill_query,
              lambda copy, cta, tile, warpgroup: copy(cta, tile, 1 - warpgroup), inside=forward._mainloop,
              rejected_by=RACE, heads=(3, 1)),
     _forward("rows that see nothing are not zeroed", votes.warp_any, lambda warp_any, x: warp_any(x) & False,
              "window-nothing"),
-    _forward("a stage is refilled when one warpgroup has released it", forward._arrivals, _by_half("stage_empty"),
+    _forward("a stage is refilled when one warpgroup has released it", forward._stages, _by_half("kv_stages"),
              rejected_by=OUT_OF_STEP),
-    _forward("a stage is not released", pipeline.arrive, lambda *_: jnp.int32(0), inside=forward._mainloop,
+    _forward("a stage is not released", Stages.arrive, lambda *_: jnp.int32(0), inside=forward._mainloop,
              rejected_by=DEADLOCK),
     _forward("a warpgroup does not release the stages of last keys that it does not see", forward._skip, _left_out,
              "causal", rejected_by=DEADLOCK),
-    _forward("at a tile's end a stage is not refilled", forward._copy_stage,
+    _forward("at a tile's end a stage is not refilled", forward._fill,
              lambda copy, cta, tile, i: pl.when(i < tile.steps)(lambda: copy(cta, tile, i)), rejected_by=DEADLOCK),
     _forward("at a tile's end a stage is refilled for the step after the one that is next", forward._read,
-             _one_step_later, inside=forward._copy_stage, batch=2, heads=(2, 1)),
+             _one_step_later, inside=forward._fill, batch=2, heads=(2, 1)),
     _forward("behind a tile of one step a stage is not refilled for the tile after the next", forward._tile_with_step,
              lambda _, cta, tile, i: (forward._read(cta, tile.t + 1), i - tile.steps), "causal-earlier",
              rejected_by=DEADLOCK, batch=2, heads=(3, 1)),
-    _forward("the barrier of values that are zeroed keeps its phase where all of them exist", pipeline.expect,
-             _left_out, "lengths", inside=forward._copy_stage, barrier="partial_full", rejected_by=DEADLOCK),
-    _biased("a copied bias is read before it is there", pipeline.wait, _left_out, inside=forward._read_bias,
+    _forward("the barrier of values that are zeroed keeps its phase where all of them exist", Stages.expect,
+             _left_out, "lengths", inside=forward._fill, barrier="partial_values", rejected_by=DEADLOCK),
+    _biased("a copied bias is read before it is there", Stages.wait, _left_out, inside=forward._read_bias,
             rejected_by=RACE),
     _biased("the stage of a copied bias is released before it is read", forward._read_bias, _read_when_released,
             rejected_by=RACE),
     _biased("nothing orders the reads of a copied bias before TMA's next write", plgpu.commit_smem, _left_out,
             inside=forward._read_bias, rejected_by=RACE),
     _forward("the stage of a copied bias is not released by a warpgroup that does not see its keys",
-             forward._release_bias, _left_out, "everything", rejected_by=DEADLOCK, bias_stages=1),
+             Stages.release, _left_out, "everything", inside=pipeline.drain, nth=1, rejected_by=DEADLOCK,
+             bias_stages=1),
     _forward("scores are read while they may be under way", wgmma.wait, _one_more_pending, rejected_by=UNDER_WAY),
     _forward("a stage is released while a product reads its values", plgpu.wgmma_wait, lambda wait, n: wait(n + 1),
              inside=forward._mainloop, rejected_by=UNDER_WAY),
@@ -514,28 +456,28 @@ MUTANTS = (
               lambda f, ops, nothing, delta: f(ops, nothing, jnp.ones_like(delta)), "sinks"),
     _backward("the first row past the length, NaN, counts", pipeline.zero_rows,
               lambda zero, ref, first: zero(ref, first + 1), "lengths"),
-    _wide_backward("keys past the length are zeroed before they have come", pipeline.wait, _left_out, "lengths",
-                   inside=backward_wide._fetch_keys, rejected_by=NOT_WAITED_FOR),
-    _backward("the barrier of keys that are zeroed keeps its phase where all of them exist", pipeline.expect, _left_out,
-              "lengths", inside=backward._copy_keys, barrier="kv_partial_full", rejected_by=UNORDERED, batch=2,
+    _wide_backward("keys past the length are zeroed before they have come", Stages.wait, _left_out, "lengths",
+                   inside=backward_wide._fill_keys, rejected_by=NOT_WAITED_FOR),
+    _backward("the barrier of keys that are zeroed keeps its phase where all of them exist", Stages.expect, _left_out,
+              "lengths", inside=backward._fill_keys, barrier="partial_kv", rejected_by=UNORDERED, batch=2,
               heads=(4, 4), keys=400),
     _backward("cotangents of rows without a key, NaN, are multiplied by 0", backward_common.zero_rows, _left_out,
               "mask", mask="documents"),
     _backward("of a block of queries, the first tells whether some have no key", backward_xla.tiles_without_keys,
               lambda _, nothing, config: nothing[:, :, :: config.block_q].astype(jnp.int32), "mask", mask="documents"),
-    _backward("cotangents are zeroed before they have come", pipeline.wait, _left_out, "mask", mask="documents",
-              inside=backward._copy_step, rejected_by=NOT_WAITED_FOR),
+    _backward("cotangents are zeroed before they have come", Stages.wait, _left_out, "mask", mask="documents",
+              inside=backward._fill_step, rejected_by=NOT_WAITED_FOR),
     _backward("a CTA takes its first tile without the counter though dQ is ordered", backward._fetches_first_tile,
               lambda fetches, config: False, rejected_by=DEADLOCK, deterministic=True),
     _dynamic_backward("the last tile of keys is worked on once more", tile_scheduler.fetch_tile, _last_once_more),
     _dynamic_backward("a tile's record does not say which queries come past its keys", tile_scheduler.publish,
                       lambda publish, ring, t, record: publish(ring, t, (*record[:4], 0, 0, 0, 0))),
-    _dynamic_backward("keys are overwritten when one warpgroup has read those of the tile before", backward._arrivals,
-                      _by_half("kv_empty"), rejected_by=OUT_OF_STEP),
-    _dynamic_backward("keys are read before they are there", pipeline.wait, _left_out, inside=backward._visit,
+    _dynamic_backward("keys are overwritten when one warpgroup has read those of the tile before", backward._stages,
+                      _by_half("kv_stages"), rejected_by=OUT_OF_STEP),
+    _dynamic_backward("keys are read before they are there", Stages.wait, _left_out, inside=backward._visit,
                       rejected_by=NOT_WAITED_FOR),
     _dynamic_backward("the stages of a tile that no queries come past are filled and never passed",
-                      backward._pass_spare_stages, _left_out, mask="causal", rejected_by=DEADLOCK, keys=400),
+                      backward._drain_empty_stages, _left_out, mask="causal", rejected_by=DEADLOCK, keys=400),
     _backward("the last block of keys is left out", backward_common.tile_count,
               lambda count, problem, config: count(problem, config) - problem.batch * problem.key_heads),
     _backward("dQ is multiplied from scores that are not all there", reduce.sync_block, _left_out,
@@ -545,20 +487,20 @@ MUTANTS = (
     _backward("the next step gets this step's K Q^T", backward._issue_scores,
               lambda issue, tile, stage: issue(tile, lax.rem(stage + tile.config.stages - 1, tile.config.stages)),
               "lengths", inside=backward._issue_next_scores),
-    _backward("the next step's queries are multiplied before they are there", pipeline.wait, _left_out, "lengths",
+    _backward("the next step's queries are multiplied before they are there", Stages.wait, _left_out, "lengths",
               inside=backward._issue_next_scores, rejected_by=NOT_WAITED_FOR),
     _backward("after the last step the next block's queries are taken", backward._issue_next_scores,
               lambda issue, tile, step: issue(dataclasses.replace(tile, first_stage=tile.first_stage + 1), step),
               "lengths", rejected_by=DEADLOCK),
     _backward("the sums' squares are read as if the registers had rows", wgmma.rows_of_squares,
               lambda rows, sums: sums.reshape(rows(sums).shape), "lengths"),
-    _backward("queries and cotangents are read before they are there", pipeline.wait, _left_out, inside=backward._step,
+    _backward("queries and cotangents are read before they are there", Stages.wait, _left_out, inside=backward._step,
               rejected_by=NOT_WAITED_FOR, heads=(2, 1), deterministic=True),
-    _backward("a stage is refilled for the step before its own", backward._place_after,
+    _backward("a stage is refilled for the step before its own", backward._coord_after,
               lambda place, tile, step, stages: place(tile, step, stages - 1), inside=backward._refill, heads=(2, 1)),
     _backward("a stage is released and not refilled for a later step of the tile", backward._refill, _left_out,
               rejected_by=DEADLOCK, heads=(4, 1)),
-    _backward("of a tile's last stages none is refilled for the next tile", backward._copy_stage, _left_out, "lengths",
+    _backward("of a tile's last stages none is refilled for the next tile", backward._fill, _left_out, "lengths",
               inside=backward._release_stage, rejected_by=DEADLOCK),
     _backward("the semaphore is released before the tile of dQ has arrived", plgpu.wait_smem_to_gmem, _left_out,
               inside=backward_common.release_previous_dq, rejected_by=RACE, deterministic=True),
@@ -576,10 +518,10 @@ MUTANTS = (
     _backward("the last tile of keys reads the sum before the semaphore says that it is complete",
               backward_common.acquire_dq, _left_out, "bias", inside=backward._fetch_sum, rejected_by=RACE,
               dims=(128, 128), deterministic=True),
-    _wide_backward("score gradients are made of probabilities that are not there", pipeline.wait, _left_out,
-                   inside=backward_wide._add_to_dk, barrier="p_full", rejected_by=NOT_WAITED_FOR),
+    _wide_backward("score gradients are made of probabilities that are not there", Stages.wait, _left_out,
+                   inside=backward_wide._add_to_dk, barrier="p_stages", rejected_by=NOT_WAITED_FOR),
     _wide_backward("dQ is multiplied from score gradients that are not there, and probabilities are overwritten",
-                   pipeline.wait, _left_out, inside=backward_wide._add_to_dv, barrier="ds_full",
+                   Stages.wait, _left_out, inside=backward_wide._add_to_dv, barrier="ds_stages",
                    rejected_by=NOT_WAITED_FOR),
     _wide_backward("a stage gets the copies of a step too early", backward_wide._release,
                    lambda release, *a: release(*a[:-1], lambda tile, before: a[-1](tile, before - 1)),
@@ -593,13 +535,119 @@ MUTANTS = (
     _copied_bias("all warpgroups have the first one's copied bias", backward._read_bias,
                  lambda read, part: read(part._replace(warpgroup=0))),
     _copied_bias("all heads of a group have the first one's copied bias", gather.broadcast_index,
-                 lambda index, at, shape: index((at[0], lax.div(at[1], 2) * 2), shape), inside=backward._copy_bias,
+                 lambda index, at, shape: index((at[0], lax.div(at[1], 2) * 2), shape), inside=backward._fill_bias,
                  heads=(2, 1)),
-    _copied_bias("where they share a bias, sequences are counted as heads", backward_common._place,
+    _copied_bias("where they share a bias, sequences are counted as heads", backward_common._batch_and_head,
                  lambda place, problem, head: (lax.rem(head, problem.key_heads), place(problem, head)[1]),
                  rejected_by=UNORDERED),
     _copied_bias("every tile of a copied bias takes the first stage, and the barriers say that it has two",
-                 pipeline.stage, lambda *_: 0, inside=backward._read_bias, rejected_by=NOT_WAITED_FOR, dims=(128, 64)),
+                 Stages.stage, lambda *_: 0, inside=backward._read_bias, rejected_by=NOT_WAITED_FOR, dims=(128, 64)),
     _copied_bias("the stage of a copied bias is never released", backward._release_bias, _left_out,
                  rejected_by=DEADLOCK),
 )  # fmt: skip
+
+# A deadlocked simulation notices it after this long, or in the model of what it waits for.
+DEADLOCK_S = 2.0
+FEW = dataclasses.replace(hardware.H200, sm_count=2)
+# A warpgroup that does not wait may get two phases ahead: the other one's barrier then shows the phase before for ever.
+ERRORS = {
+    NUMBERS: (AssertionError,),
+    RACE: (RaceDetected,),
+    UNORDERED: (AssertionError, RaceDetected, Deadlock),
+    NOT_FINITE: (jax.errors.JaxRuntimeError, AssertionError),
+    NOT_WAITED_FOR: (RaceDetected, Deadlock, jax.errors.JaxRuntimeError),
+    OUT_OF_STEP: (RaceDetected, Deadlock, jax.errors.JaxRuntimeError),
+    DEADLOCK: (Deadlock, jax.errors.JaxRuntimeError),
+    UNDER_WAY: (RaceDetected, jax.errors.JaxRuntimeError),
+    NOT_ONCE: (AssertionError,),
+    TOO_LARGE: (AssertionError,),
+    NOT_VISITED: (AssertionError,),
+}
+
+
+def check(fault):
+    """Runs the check of the kernel's tests, or of what is decided before a kernel runs."""
+    if fault.rejected_by in BY_TABLES:
+        check_tables(fault.case, fault.rejected_by)
+    else:
+        check_kernel(fault.case, limit_s=DEADLOCK_S if Deadlock in ERRORS[fault.rejected_by] else 20.0)
+
+
+def check_kernel(case, *, limit_s=20.0):
+    """The check of the kernel's tests, of a problem that is as small as the fault allows."""
+    run = functools.partial(interpret, limit_s=limit_s)
+    facts = {"heads": case.heads, "batch": case.batch}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hardware, "current", lambda: FEW)
+        if case.op is Op.BACKWARD:
+            facts |= {"deterministic": case.deterministic}
+            problem = test_attention_backward.problem_of(case.kind, (200, case.keys), case.dims, "bfloat16", **facts)
+            kernel = test_attention_backward.decided(problem, case.head_splits).run
+            return test_attention_backward.check(problem, kernel, run, mask=case.mask)
+        problem = test_attention_forward.problem_of(case.kind, (100, 200), (32, 16), "bfloat16", **facts)
+        knobs = {name: getattr(case, name) for name in ("bias_stages", "splits", "packed_heads", "scheduler")}
+        knobs |= {
+            "early_exp_columns": case.early_exp_columns,
+            "rescale_threshold_log2": 8 * bool(case.early_exp_columns),
+        }
+        config = ForwardConfig(64, 2, zero_init_free=True, overlap_pv=True, prefetch_query=True, **knobs)
+        if case.page_size:
+            paged = dataclasses.replace(problem, key_length=192, page_size=case.page_size)
+            return test_attention_forward.check_pages(paged, config, run)
+        return test_attention_forward.check(problem, config, run, mask=case.mask)
+
+
+def check_tables(case, rejected_by):
+    """Of the problem's kind, what is decided before a kernel runs."""
+    op, kind = case[:2]
+    if rejected_by == TOO_LARGE:
+        return test_attention_schedule.check_memory(op, test_attention_schedule.MEMORY_KINDS[kind])
+    if rejected_by == NOT_VISITED and op is Op.FORWARD:
+        problem = test_attention_forward.problem_of(kind, (513, 700), (8, 8), "bfloat16", case.heads)
+        return check_forward_visits(problem, ForwardConfig(64, warpgroups=2), mask=case.mask)
+    if rejected_by == NOT_VISITED:
+        facts = {"heads": case.heads, "deterministic": True}
+        problem = test_attention_backward.problem_of(kind, (513, 700), (8, 8), "bfloat16", **facts)
+        return check_backward_visits(problem, mask=case.mask)
+    for shape in test_attention_schedule.SHAPES:
+        problem = test_attention_schedule.problem_of(op, test_attention_schedule.KINDS[kind], shape)
+        test_attention_schedule.check_tiles(problem)
+
+
+def cases():
+    """Some of the mutants' cases: every fact is in one, and every kind that the kernels' own tests do not interpret.
+
+    Some kinds are those of no mutant, here with early weights.
+    """
+    kinds = "bias", "bias-of-heads", "bias-of-rows", "everything", "window-left", "window-nothing"
+    found = [Case(Op.FORWARD, kind, 2, (2, 1), early_exp_columns=24) for kind in kinds]
+    features = lambda case: {(case.op, *fact) for fact in case._asdict().items() if fact[0] not in ("batch", "heads")}
+    elsewhere = {(Op.FORWARD, "kind", kind) for kind, *_ in test_attention_forward.INTERPRETED}
+    elsewhere |= {(Op.BACKWARD, "kind", kind) for kind, *_ in test_attention_backward.INTERPRETED.values()}
+    seen = elsewhere.union(*map(features, found))
+    planted = {m.case for m in FAULTS if m.rejected_by not in BY_TABLES}
+    new = lambda case: len(features(case) - seen)
+    while new(case := max(planted, key=lambda c: (new(c), c.batch * c.heads[0], str(c)))):
+        found.append(case)
+        seen |= features(case)
+    return found
+
+
+def fresh():
+    """Keeps nothing that is traced or scheduled from before or for later."""
+    jax.clear_caches()
+    tile_scheduler.order.cache_clear()
+    tile_scheduler.assign.cache_clear()
+
+
+TABLES = tuple(
+    Table(
+        f"Attention {op.name.lower()}, by the checks of the kernels' tests",
+        tuple(fault for fault in FAULTS if fault.case.op is op),
+        check,
+        ERRORS,
+        fresh=fresh,
+        hidden=("op",),
+    )
+    for op in (Op.FORWARD, Op.BACKWARD)
+)

@@ -142,8 +142,8 @@ def _of_whole_rows(problem: Problem, x: np.ndarray, weights: np.ndarray, rng: np
         rest = np.where(own == -np.inf, 0.0, own) + rng.choice((-5.0, 0.0, 5.0), problem.rows)
         maximum = np.maximum(own, rest).astype(np.float32)
         total = np.exp(z - maximum[:, None]).sum(1) + 3 * np.exp(rest - maximum)
-    of_p = weights * (1 + rng.random(problem.rows).astype(np.float32))
-    return [of_p, maximum, total.astype(np.float32), np.full(problem.rows, 3 * problem.cols, np.float32)]
+    prob_factor = weights * (1 + rng.random(problem.rows).astype(np.float32))
+    return [prob_factor, maximum, total.astype(np.float32), np.full(problem.rows, 3 * problem.cols, np.float32)]
 
 
 def shapes(problem: Problem) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -23,66 +23,18 @@ from pallas_kernels.softmax import dispatch
 from pallas_kernels.softmax.problem import Op, Problem
 
 RECORD = pathlib.Path(__file__).with_suffix(".txt")
-UNTUNED = dataclasses.replace(H200, name="NVIDIA GH200")  # has the defaults, even once the H200 has figures of its own
 
 KIB = 1024
 DTYPES = ("bfloat16", "float16", "float32")
 ROWS = (1, 16, 17, 131, 132, 527, 528, 1055, 1056, 2111, 2112, 65536)
 COLS = (1, 7, 8, 31, 64, 128, 136, 143, 200, 255, 256, 257, 300, 512)
 ROW_KIB = (
-    1,
-    4,
-    8,
-    16,
-    19,
-    28,
-    48,
-    60,
-    64,
-    108,
-    120,
-    150,
-    180,
-    197,
-    216,
-    256,
-    300,
-    450,
-    512,
-    700,
-    1024,
-    2048,
-    2560,
-    4096,
-    16384,
-    2**16,
-    2**18,
-)
+    1, 4, 8, 16, 19, 28, 48, 60, 64, 108, 120, 150, 180, 197, 216, 256, 300, 450, 512, 700, 1024, 2048, 2560, 4096,
+    16384, 2**16, 2**18,
+)  # fmt: skip
 LENGTHS = (
-    1,
-    2,
-    7,
-    12,
-    13,
-    16,
-    17,
-    63,
-    64,
-    65,
-    128,
-    129,
-    200,
-    384,
-    512,
-    1000,
-    1024,
-    1025,
-    2048,
-    4096,
-    8192,
-    8193,
-    32768,
-)
+    1, 2, 7, 12, 13, 16, 17, 63, 64, 65, 128, 129, 200, 384, 512, 1000, 1024, 1025, 2048, 4096, 8192, 8193, 32768,
+)  # fmt: skip
 DIMS = ((32, 32), (64, 64), (64, 64), (96, 96), (128, 128), (128, 128), (192, 128), (192, 192), (256, 256), (80, 128))
 HEADS = ((1, 1), (4, 4), (8, 2), (8, 1), (6, 2), (32, 4), (64, 1), (128, 8), (16, 16))
 BATCHES = (1, 1, 2, 3, 8, 40, 133)
@@ -105,7 +57,7 @@ def row_problems() -> Iterator[tuple[Problem, str | None]]:
         where = "none" if op.is_linear else draw.choice(("none",) * 8 + ("full", "shared"))
         problem = Problem(op, draw.choice(ROWS), cols, dtype, where=where, batch_invariant=draw.random() < 0.1)
         kernel = draw.choice(list(dispatch.KERNELS)) if draw.random() < 0.1 else None
-        taken = kernel is None or dispatch.KERNELS[kernel].unsupported(problem, UNTUNED) is None
+        taken = kernel is None or dispatch.KERNELS[kernel].unsupported(problem, H200) is None
         yield problem, kernel if taken else None
     # Rows in just as many bytes as decide.
     yield Problem(Op.STATS, 1, 31772, jnp.dtype("float32"), batch_invariant=True), None
@@ -146,8 +98,8 @@ def attention_problems(drawn: range = range(800)) -> Iterator[Any]:
 
 def record() -> str:
     """The text of `choices.txt`: a call, what runs it, in how many other configs it could, and what rows move."""
-    decisions = [dispatch.decide(problem, UNTUNED, kernel=kernel) for problem, kernel in row_problems()]
-    decisions += [attention_dispatch.decide(problem, UNTUNED) for problem in attention_problems()]
+    decisions = [dispatch.decide(problem, H200, kernel=kernel) for problem, kernel in row_problems()]
+    decisions += [attention_dispatch.decide(problem, H200) for problem in attention_problems()]
     return "".join([*(_line(decision) + "\n" for decision in decisions), *_digests()])
 
 
@@ -155,12 +107,12 @@ def _digests() -> Iterator[str]:
     """Of more calls than fit in a file, the configs of all that were drawn alike, in their order, as one number."""
     lines: dict[str, list[str]] = {}
     for problem in _more_row_problems():
-        ladder = dispatch.priority(problem, UNTUNED)
-        configs = [dispatch.KERNELS[name].configs(problem, UNTUNED) for name in ladder]
+        ladder = dispatch.priority(problem, H200)
+        configs = [dispatch.KERNELS[name].configs(problem, H200) for name in ladder]
         lines.setdefault(f"rows of {problem.dtype}", []).append(f"{_fields(problem)}: {ladder} {configs}")
     for problem in attention_problems(range(800, 3000)):
-        decision = attention_dispatch.decide(problem, UNTUNED)
-        configs = decision.chosen.configs(problem, UNTUNED) if decision.chosen else ()
+        decision = attention_dispatch.decide(problem, H200)
+        configs = decision.chosen.configs(problem, H200) if decision.chosen else ()
         width = next(n for n in (64, 128, 256) if problem.widest <= n)
         kind = f"attention, {problem.op.name.lower()}, heads up to {width}"
         lines.setdefault(kind, []).append(f"{_line(decision)} {configs}")

@@ -396,7 +396,7 @@ def _multiply_shared(machine: Any, static: Any, left: Any, right: Any, *sums: An
 
 
 def _multiply_registers(machine: Any, static: Any, left: Any, right: Any, sums: Any) -> list[Any]:
-    factor = _columns(machine.load_as_product(right))[:, : static.numbers].astype(jnp.float32)
+    factor = _columns(machine.load_as_product(right))[:, : static.width].astype(jnp.float32)
     return [in_flight.begin_in_registers(machine, [right], sums + left.astype(jnp.float32) @ factor)]
 
 

@@ -328,6 +328,20 @@ def test_rows_over_two_gpus_need_no_collective():
     assert not [word for word in COLLECTIVES if word in hlo]
 
 
+def test_devices_sum_the_gradient_of_a_weight_beside_a_product():
+    """In the weight's dtype, between the product that gives the gradient and that of the hidden states' gradient."""
+    on = lambda *spec: NamedSharding(aot.two_gpus(), PartitionSpec(*spec))
+    hidden = jax.ShapeDtypeStruct((2048, 512), jnp.bfloat16, sharding=on("d"))
+    weight = jax.ShapeDtypeStruct((512, 32000), jnp.bfloat16, sharding=on())
+    labels = jax.ShapeDtypeStruct((2048,), jnp.int32, sharding=on("d"))
+    loss = lambda *operands: jaxsoftmax.linear_cross_entropy(*operands, weights=1 / 2048).sum()
+    hlo = jax.jit(jax.grad(loss, (0, 1))).lower(hidden, weight, labels).compile().as_text()
+    steps = [line for line in hlo[hlo.index("ENTRY") :].splitlines() if "[512,32000]" in line or "dot" in line]
+    (start,) = (i for i, line in enumerate(steps) if re.search(r"bf16\[512,32000\].* all-reduce-start\(", line))
+    (done,) = (i for i, line in enumerate(steps) if "all-reduce-done(" in line)
+    assert sum(bool(re.search(r"dot\S* = ", line)) for line in steps[start + 1 : done]) == 1
+
+
 @pytest.mark.parametrize(
     "spec, kind, gathers",
     [(("d",), AxisType.Auto, 0), ((None, "d"), AxisType.Explicit, 1)],

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxsoftmax import _top_k, top_k_softmax
+from jaxsoftmax import top_k_softmax
+from pallas_kernels.top_k import dispatch
 
 pytestmark = pytest.mark.aot
 
@@ -56,4 +57,4 @@ def test_of_many_rows_xla_sorts_what_no_kernel_does(implementation, k, selection
     """The kernels are that of the statistics, and selections of chunks and of their elements."""
     found, sorts = kernels(lambda x: top_k_softmax(x, k, implementation=implementation), 64, 32000)
     assert found.count("custom-call") == selections + (selections > 0)
-    assert (sorts > 0) == (k > _top_k.MOST_SORTED or not selections)
+    assert (sorts > 0) == (k > dispatch.MOST_SORTED or not selections)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import types
 from typing import Any
 
 import attention_cases
@@ -17,7 +16,6 @@ from attention_cases import QKV, SEQUENCES, abstract, name_of, operands_of, rule
 
 from pallas_kernels import hardware
 from pallas_kernels.attention import backward_xla, dispatch
-from pallas_kernels.attention.backward_common import Tile
 from pallas_kernels.attention.problem import Attention, BackwardConfig, Op
 
 LENGTHS = ((1, 1), (3, 1), (1, 399), (63, 64), (113, 239), (128, 128), (239, 113), (399, 512), (512, 399))
@@ -199,7 +197,7 @@ def test_a_fused_cast_writes_what_is_summed_in_any_order(kind, head_dim):
 
 
 EVERY_LENGTH = {"batch": len(SEQUENCES["extreme"](1, 1)), "query_lengths": True, "key_lengths": True, "heads": (1, 1)}
-ORDERED = {"deterministic": True}
+ORDERED, MASKED = {"deterministic": True}, {"heads": (2, 1)}
 INTERPRETED: dict[str, tuple[Any, ...]] = {
     "ordered_dq": ("full", (40, 200), (64, 64), {"deterministic": True, "heads": (2, 2)}),
     "window": ("window", (130, 200), (64, 64), {"deterministic": True}),
@@ -240,6 +238,22 @@ INTERPRETED: dict[str, tuple[Any, ...]] = {
     "positions": ("positions", (140, 260), (128, 64), {"heads": (2, 1)}),
     "positions-ordered": ("positions-window", (140, 300), (64, 64), ORDERED | {"heads": (2, 1)}),
     "wide-positions": ("positions-window", (140, 200), (136, 64), {"heads": (1, 1)}),
+    "mask-causal-ordered": ("full", (200, 150), (128, 64), ORDERED | MASKED | {"mask": "1NTS"}, {"mask": "causal"}),
+    "mask-padding-ordered": (
+        "full", (200, 150), (128, 64), ORDERED | MASKED | {"mask": "B11S", "window": (150, 60)}, {"mask": "padding"}
+    ),
+    "mask-of-rows": ("full", (200, 150), (64, 64), MASKED | {"mask": "1NT1", "soft_cap": 3.0}, {"mask": "scattered"}),
+    "wide-mask-everything": (
+        "full", (200, 150), (136, 64), MASKED | {"mask": "11TS", "causal_offset": 0}, {"mask": "everything"}
+    ),
+    "wide-mask-documents": ("full", (200, 150), (136, 64), ORDERED | MASKED | {"mask": "BNTS"}, {"mask": "documents"}),
+    "dynamic-mask-nothing": ("full", (200, 150), (64, 64), MASKED | {"mask": "B111"}, {"mask": "nothing"}),
+    "documents-with-all": (
+        "lengths", (200, 150), (64, 64),
+        ORDERED | MASKED | {"segments": True, "causal_offset": 100, "mask": "BNTS", "bias": "1NTS",
+                            "bias_gradient": True},
+        {"mask": "documents"},
+    ),
 }  # fmt: skip
 
 
@@ -307,8 +321,8 @@ FILLING = {
 
 def filling(name: str, lengths: tuple[int, int], monkeypatch: Any, **facts: Any) -> tuple[Attention, dispatch.Decision]:
     dims, wanted = FILLING[name]
-    of_more_keys = dataclasses.replace(dispatch.DEFAULT, dynamic_ordered_tiles=0)
-    monkeypatch.setattr(dispatch, "thresholds", lambda device: of_more_keys)
+    of_more_keys = dataclasses.replace(dispatch.THRESHOLDS, dynamic_ordered_tiles=0)
+    monkeypatch.setattr(dispatch, "THRESHOLDS", of_more_keys)
     p = problem_of("full", lengths, dims, "bfloat16", **facts)
     decision = dispatch.decide(p, FILLED)
     assert {knob: getattr(decision.config, knob) for knob in wanted} == wanted
@@ -328,28 +342,6 @@ def test_keys_of_one_head_that_fill_the_device(name, lengths, monkeypatch):
 def test_keys_of_one_head_that_fill_the_device_in_the_interpreter(name, interpreted, monkeypatch):
     p, decision = filling(name, (300, 200), monkeypatch, heads=(2, 2), batch=1)
     check(p, decision.run, interpreted)
-
-
-@pytest.mark.parametrize("facts", [{}, {"causal_offset": 0}, {"window": (150, 60)}, {"key_lengths": True}], ids=str)
-@pytest.mark.parametrize("queries", [1, 200, 1000])
-def test_staggered_tiles_visit_the_same_queries_in_another_order(facts, queries):
-    p = dataclasses.replace(problem_of("full", (queries, 768), (64, 64), "bfloat16"), **facts)
-    config, beside = (
-        BackwardConfig(64, warpgroups=2, stages=2, staggered=True),
-        BackwardConfig(64, warpgroups=2, stages=2),
-    )
-    refs, begins = types.SimpleNamespace(key_lengths=jnp.asarray([700, 130])), set()
-    for tile in range(6):
-        block, other = (Tile.of(p, c, refs, jnp.int32(tile), jnp.int32(0)) for c in (config, beside))
-        first, inner_first, inner_end, end = (int(x) for x in block.span)
-        visited = [int(block.step(0, jnp.int32(i)).i) for i in range(first, end)]
-        assert sorted(visited) == [int(other.step(0, jnp.int32(i)).i) for i in range(first, end)]
-        # What needs a comparison is where the loops make one.
-        assert visited[: inner_first - first] == list(range(first, inner_first))
-        assert visited[inner_end - first :] == list(range(inner_end, end))
-        begins |= set(visited[:1])
-    if not facts:
-        assert len(begins) == min(6, -(-queries // 64))
 
 
 def with_bias(
@@ -396,33 +388,10 @@ COPIED: dict[str, tuple[int, Attention]] = {
 @pytest.mark.parametrize("name", COPIED)
 def test_biases_in_the_interpreter(name, interpreted, monkeypatch):
     stages, p = COPIED[name]
-    of_more_keys = dataclasses.replace(dispatch.DEFAULT, dynamic_ordered_tiles=0)
-    monkeypatch.setattr(dispatch, "thresholds", lambda device: of_more_keys)
+    of_more_keys = dataclasses.replace(dispatch.THRESHOLDS, dynamic_ordered_tiles=0)
+    monkeypatch.setattr(dispatch, "THRESHOLDS", of_more_keys)
     assert decided(p).config.bias_stages == stages
     check(p, decided(p).run, interpreted)
-
-
-@pytest.mark.parametrize(
-    "shape, dtype, lengths, dims, facts, stages",
-    [
-        ("1NTS", "bfloat16", (2048, 2048), (64, 64), {}, 1),
-        ("1NTS", "float32", (2048, 2048), (64, 64), {}, 0),  # no room
-        ("1NTS", "bfloat16", (2048, 2048), (128, 128), {}, 2),
-        ("1NTS", "bfloat16", (2048, 2048), (128, 128), {"deterministic": True}, 1),
-        ("1NTS", "bfloat16", (2048, 2048), (128, 128), {"soft_cap": 2.0}, 2),
-        ("1NTS", "float32", (2048, 2048), (128, 128), {}, 1),
-        ("1NTS", "bfloat16", (2048, 2048), (256, 256), {}, 2),
-        ("1NTS", "bfloat16", (2048, 2048), (256, 256), {"soft_cap": 2.0}, 2),
-        ("BN1S", "bfloat16", (2048, 2048), (128, 128), {}, 0),
-        ("1NT1", "bfloat16", (2048, 2048), (128, 128), {}, 0),
-        ("1NTS", "bfloat16", (2044, 2048), (128, 128), {}, 0),
-        ("1NTS", "bfloat16", (2048, 2080), (128, 128), {}, 0),
-        ("1NTS", "float32", (2048, 2080), (128, 128), {}, 1),
-    ],
-)
-def test_which_biases_are_copied(shape, dtype, lengths, dims, facts, stages):
-    p = with_bias(shape, dtype, lengths, dims, (4, 2), bias_gradient=False, **facts)
-    assert decided(p).config.bias_stages == stages
 
 
 @pytest.mark.parametrize("keys", [192, 200])
@@ -440,23 +409,6 @@ def test_a_bias_beside_a_soft_cap_lowers(dims, keys):
     assert jax.jit(decided(p).run).trace(*abstract(p)).lower(lowering_platforms=("cuda",))
 
 
-@pytest.mark.parametrize("facts", [{}, {"causal_offset": 0}, {"deterministic": True}])
-@pytest.mark.parametrize("shape", ["1NTS", "BNTS", "1N11"])
-def test_sequences_that_share_a_bias_come_one_after_the_other(shape, facts):
-    p = with_bias(shape, "bfloat16", (256, 512), (128, 128), (6, 3), **facts)
-    config, blocks = decided(p).config, 4
-
-    def place(tile: jax.Array) -> tuple[jax.Array, ...]:
-        block = Tile.of(p, config, types.SimpleNamespace(), tile, jnp.int32(0))
-        return block.key_head, block.batch, block.index
-
-    found = np.stack(jax.vmap(place)(jnp.arange(p.batch * p.key_heads * blocks, dtype=jnp.int32)), axis=1)
-    np.testing.assert_array_equal(np.unique(found, axis=0), list(np.ndindex(p.key_heads, p.batch, blocks)))
-    order = found[np.sort(np.unique(found[:, :2], axis=0, return_index=True)[1]), :2]
-    by_head = sorted(map(tuple, order))
-    assert (list(map(tuple, order)) == by_head) == (shape == "1NTS")
-
-
 @pytest.mark.slow
 def test_each_call_of_a_vmap_has_a_tile_counter_in_the_interpreter(interpreted):
     p = problem_of("mask-of-rows", (70, 390), (64, 64), "bfloat16", heads=(1, 1), batch=1)
@@ -468,29 +420,6 @@ def test_each_call_of_a_vmap_has_a_tile_counter_in_the_interpreter(interpreted):
     second = (x if axis is None else x[1] for x, axis in zip(operands, axes, strict=True))
     for a, b in zip(got, interpreted(decided(p).run, *second), strict=True):
         np.testing.assert_array_equal(np.asarray(a[1], np.float32), np.asarray(b, np.float32))
-
-
-@pytest.mark.parametrize(
-    "kind, head_dim, facts, scheduler",
-    [
-        ("mask", 64, {}, "dynamic"),
-        ("mask", 128, {"segments": True}, "dynamic"),
-        ("segments-causal", 128, {}, "dynamic"),
-        ("mask", 128, {"deterministic": True}, "single"),
-        ("mask", 64, {"bias": (1, 1, 1, 4096), "bias_dtype": jnp.dtype("bfloat16")}, "single"),
-        ("mask", 256, {}, "single"),
-        ("causal", 128, {}, "dynamic"),
-        ("causal", 128, {"query_length": 16384}, "single"),
-        ("causal", 128, {"query_heads": 32, "key_heads": 4}, "single"),
-        ("causal", 128, {"deterministic": True}, "single"),
-        ("full", 64, {"key_length": 512, "deterministic": True}, "dynamic"),
-        ("full", 64, {"key_length": 128}, "static"),
-        ("full", 128, {}, "static"),
-    ],
-)
-def test_which_calls_have_a_dynamic_scheduler(kind, head_dim, facts, scheduler):
-    p = dataclasses.replace(problem_of(kind, (4096, 4096), (head_dim,) * 2, "bfloat16"), **facts)
-    assert decided(p).config.scheduler == scheduler
 
 
 @pytest.mark.parametrize(
@@ -511,31 +440,6 @@ def test_tiles_with_rows_without_keys(block_q):
     found = backward_xla.tiles_without_keys(jnp.asarray(nothing), config)
     expected = {64: [[1, 0, 0, 0], [0, 0, 0, 1]], 128: [[1, 0], [0, 1]]}[block_q]
     np.testing.assert_array_equal(found, [expected])
-
-
-@pytest.mark.parametrize(
-    "kind, keys, facts, ordered, fused",
-    [
-        ("full", 512, {}, False, False),
-        ("full", 512, {"deterministic": True}, True, True),
-        ("causal", 512, {"deterministic": True}, True, True),
-        ("full", 8192, {"deterministic": True}, True, True),
-        ("full", 8192, {}, False, False),
-        ("full", 128, {}, False, True),
-        ("full", 128, {"deterministic": True}, False, True),
-        ("window", 512, {}, False, False),
-        ("window", 512, {"deterministic": True}, True, False),
-        ("key-lengths", 512, {}, False, False),
-        ("causal-earlier", 512, {"head_dim": 128}, False, False),  # nobody adds to the first queries
-        ("bias", 512, {}, False, False),
-        ("bias", 512, {"head_dim": 128, "deterministic": True}, True, True),
-        ("capped-bias", 512, {"head_dim": 128, "deterministic": True}, True, False),
-    ],
-)
-def test_which_dq_is_ordered(kind, keys, facts, ordered, fused):
-    p = dataclasses.replace(problem_of(kind, (512, keys), (64, 64), "bfloat16"), **facts)
-    config = decided(p).config
-    assert (config.ordered_dq, config.fused_dq_cast) == (ordered, fused)
 
 
 @pytest.mark.parametrize("keys, passes", [(128, False), (512, True)])

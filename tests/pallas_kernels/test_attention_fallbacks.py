@@ -174,6 +174,24 @@ def tiled(p: Attention, tile: tuple[int, int] | None) -> Rules:
     return Rules(**p.of_kernels, tile=tile)
 
 
+class Reference(NamedTuple):
+    """A decision whose kernel is the reference."""
+
+    problem: Attention
+    tile: tuple[int, int] | None = None
+
+    def run(self, *operands: jax.Array) -> Any:
+        p, names = self.problem, operand_names(self.problem)
+        given = Operands(**dict(zip(names, operands, strict=False)))
+        given = given if given.sinks is None else given._replace(sinks=given.sinks[None])
+        if p.op is Op.FORWARD:
+            return reference.forward(given, tiled(p, self.tile))
+        wanted = ["query", "key", "value", *["bias"] * p.bias_gradient, *["sinks"] * p.sinks]
+        shapes = {name: getattr(given, name).shape for name in wanted}
+        found = reference.backward(given, tiled(p, self.tile), *operands[len(names) :], shapes=shapes)
+        return [x[0] if name == "sinks" else x for name, x in zip(wanted, found, strict=True)]
+
+
 @pytest.mark.parametrize("tile", [(10**9, 10**9), (17, 10**9), (10**9, 31), (17, 31)])
 @pytest.mark.parametrize(
     "kind", ["full", "causal-earlier", "everything", "lengths", "bias", "sinks", "positions-window"]
@@ -181,22 +199,12 @@ def tiled(p: Attention, tile: tuple[int, int] | None) -> Rules:
 def test_tiles_of_xla(kind: str, tile: tuple[int, int]) -> None:
     """XLA's tiles on a GPU, whole rows among them, whose gradients do not read the logsumexp."""
     p = dataclasses.replace(problem_of(Op.FORWARD, kind, bias_dtype=jnp.dtype("float32")), dtype=jnp.dtype("float32"))
-    names = operand_names(p)
-    operands = {name: jnp.asarray(x) for name, x in operands_of(p).items()}
-    check_forward(p, lambda *xs: reference.forward(Operands(**dict(zip(names, xs, strict=True))), tiled(p, tile)))
+    check_forward(p, Reference(p, tile).run)
     back = dataclasses.replace(p, op=Op.BACKWARD, bias_gradient=p.bias is not None)
-    wanted = [name for name in ("query", "key", "value", "bias", "sinks") if name in operands]
-
-    def run(*xs: jax.Array) -> tuple[jax.Array, ...]:
-        given = Operands(**dict(zip(names, xs, strict=False)))
-        shapes = {name: getattr(given, name).shape for name in wanted}
-        shapes |= {"sinks": (1, *given.sinks.shape)} if given.sinks is not None else {}
-        given = given if given.sinks is None else given._replace(sinks=given.sinks[None])
-        found = reference.backward(given, tiled(p, tile), *xs[len(names) :], shapes=shapes)
-        return tuple(x.reshape(getattr(Operands(**operands), n).shape) for n, x in zip(wanted, found, strict=True))
-
     given, expected, _ = test_attention_backward.known(back)
-    for (name, want), x in zip(expected.items(), run(*map(jnp.asarray, given.values())), strict=True):
+    for (name, want), x in zip(
+        expected.items(), Reference(back, tile).run(*map(jnp.asarray, given.values())), strict=True
+    ):
         np.testing.assert_allclose(x, want, atol=1e-5, rtol=1e-5, err_msg=name)
 
 
@@ -235,28 +243,10 @@ def test_tiles_that_fit() -> None:
 DROPPED = ["full", "causal", "mask", "lengths", "sinks", "bias", "window-nothing", "segments"]
 
 
-class _Stand(NamedTuple):
-    """A decision whose kernel is the reference."""
-
-    problem: Attention
-
-    def run(self, *operands: jax.Array) -> Any:
-        p, names = self.problem, operand_names(self.problem)
-        given = dict(zip(names, operands, strict=False))
-        given |= {"sinks": given["sinks"][None]} if "sinks" in given else {}
-        ops, rules = Operands(**given), Rules(**p.of_kernels)
-        if p.op is Op.FORWARD:
-            return reference.forward(ops, rules)
-        wanted = ["query", "key", "value", *["bias"] * p.bias_gradient, *["sinks"] * p.sinks]
-        shapes = {name: getattr(ops, name).shape for name in wanted}
-        found = reference.backward(ops, rules, *operands[len(names) :], shapes=shapes)
-        return [x[0] if name == "sinks" else x for name, x in zip(wanted, found, strict=True)]
-
-
 @pytest.mark.parametrize("kind", DROPPED)
 @pytest.mark.parametrize("shape", ["11TS", "BNTS"])
 def test_dropout_in_two_passes(kind: str, shape: str) -> None:
-    check_dropout(kind, shape, lambda p: dropout.passes(lambda p, _: _Stand(p), p, H100), jnp.float32, 2e-5)  # type: ignore
+    check_dropout(kind, shape, lambda p: dropout.passes(lambda p, _: Reference(p), p, H100), jnp.float32, 2e-5)  # type: ignore
 
 
 @pytest.mark.gpu
@@ -324,3 +314,18 @@ def test_dropout_needs_both_kernels() -> None:
     assert not rest
     (_, why), *_ = decide(p, A100).declined
     assert "compiled for 9.0" in why
+
+
+@pytest.mark.parametrize("op", Op)
+@pytest.mark.parametrize("mask, heads, visits_hidden", [("B1TS", 33, True), ("B1TS", 34, False), (None, 33, False)])
+def test_hidden_tiles_are_visited_where_a_mask_has_few(
+    op: Op, mask: str | None, heads: int, visits_hidden: bool
+) -> None:
+    """Eight blocks of 64 queries and keys for each of 132 SMs."""
+    facts = {} if mask is None else {"mask": mask}
+    problem = attention_cases.problem_of(op, facts, (512, 256), (64, 64), "bfloat16", (heads, 1), 1)
+    for kernel in dispatch.KERNELS[op].values():
+        if kernel.implementation == "mosaic_gpu":
+            assert {config.visits_hidden for config in kernel.configs(problem, hardware.H200)} == {visits_hidden}, (
+                kernel.name
+            )

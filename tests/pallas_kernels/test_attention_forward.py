@@ -201,10 +201,17 @@ INTERPRETED: list[tuple[Any, ...]] = [
     ("positions", (140, 330), (32, 16), (2, 1), EARLY | DYNAMIC, {}, {}),
     ("positions-window", (140, 330), (32, 16), (2, 1), WIDE, {}, {"ids": "few"}),
     ("positions", (5, 330), (32, 16), (2, 2), SPLIT, {"window": (90, 40)}, {}),
+    ("causal-later", (200, 330), (32, 16), (2, 1), DYNAMIC, {"mask": "1NTS", "causal_offset": 130}, {"mask": "causal"}),
+    ("full", (200, 330), (32, 16), (2, 1), {}, {"mask": "B11S", "window": (150, 60)}, {"mask": "padding"}),
+    ("full", (200, 330), (32, 16), (2, 1), DYNAMIC, {"mask": "1NT1", "soft_cap": 3.0}, {"mask": "scattered"}),
+    ("full", (200, 330), (32, 16), (2, 1), {"block_kv": 128}, {"mask": "11TS", "bias": "1N11"}, {"mask": "everything"}),
+    ("full", (200, 330), (32, 16), (2, 1), DYNAMIC, {"mask": "B111"}, {"mask": "nothing"}),
+    ("lengths", (200, 330), (32, 16), (2, 1), {}, {"segments": True, "causal_offset": 100, "mask": "BNTS",
+     "bias": "1NTS"}, {"mask": "documents"}),
 ]  # fmt: skip
 
 
-# `test_attention_mutants` has every kind, and `test_attention_masks` the masks.
+# `test_mutants` has every kind.
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind, lengths, dims, heads, knobs, facts, patterns", INTERPRETED, ids=str)
@@ -374,18 +381,6 @@ def test_each_call_of_a_vmap_has_a_tile_counter_in_the_interpreter(interpreted):
     np.testing.assert_allclose(np.asarray(out, np.float64)[:, 0], truth.out, atol=0.02)
 
 
-@pytest.mark.parametrize("sm_count", [1, 7, 96, 132])
-def test_a_dynamic_scheduler_has_every_tile_once(sm_count, monkeypatch):
-    monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=sm_count))
-    p = problem_of("mask", (1000, 2048), (64, 64), "bfloat16", heads=(6, 3))
-    ctas, table = forward.tile_table(p, ForwardConfig(block_kv=128, warpgroups=2, scheduler="dynamic"))
-    tiles = 2 * 6 * 8
-    assert ctas == sm_count
-    np.testing.assert_array_equal(np.sort(table[:tiles]), np.arange(tiles))
-    # A CTA that has no tile left finds one that says so, whatever its number.
-    np.testing.assert_array_equal(table[tiles:], np.full(tile_scheduler.LOOKAHEAD * ctas, -1))
-
-
 ENDS = [kind for kind in KINDS if kind.startswith("ends")]
 
 
@@ -484,29 +479,6 @@ def test_weights_are_contracted_alike_wherever_a_tile_is_visited(head_dim):
         left_to_compilers = dataclasses.replace(p, batch_invariant=False)
         config = whole(p)
         assert unlike_weights(compiled(left_to_compilers, config).ptx) > 4
-
-
-@pytest.mark.parametrize("kind", ["full", "causal", "causal-earlier", "window", "window-left", "window-nothing"])
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("rows, block_kv", [(64, 64), (192, 128)])
-def test_spans_hold_what_is_seen(kind, lengths, rows, block_kv):
-    p = problem_of(kind, lengths, (64, 64), "bfloat16")
-    seen = rules_of(p, {})["mask"]
-    for row in range(0, p.query_length, rows):
-        span = mask.kv_range(p, block_kv, row, rows, p.query_length, p.key_length)
-        mine = seen[row : row + rows]
-        visited = np.zeros(p.key_length, bool)
-        visited[span.first * block_kv : span.end * block_kv] = True
-        assert span.end > span.first
-        assert not mine[:, ~visited].any()
-        assert mine[:, max(span.first, span.inner_first) * block_kv : min(span.end, span.inner_end) * block_kv].all()
-
-
-@pytest.mark.parametrize("kind", ["full", "causal", "causal-earlier", "causal-later", "window", "window-left"])
-@pytest.mark.parametrize("lengths", LENGTHS)
-def test_rows_that_may_see_nothing(kind, lengths):
-    p = problem_of(kind, lengths, (64, 64), "bfloat16")
-    assert mask.may_see_nothing(p) == (not rules_of(p, {})["mask"].any(axis=1).all())
 
 
 def test_spans_of_long_sequences():

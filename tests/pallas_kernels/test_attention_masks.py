@@ -14,9 +14,7 @@ import test_attention_backward
 import test_attention_forward
 from test_attention_segments import check_backward_visits, check_forward_visits, in_blocks
 
-from pallas_kernels import hardware
 from pallas_kernels.attention import mask as masks
-from pallas_kernels.attention import tile_scheduler
 from pallas_kernels.attention.problem import Attention, ForwardConfig, Op
 from tests.pairwise import pairwise
 
@@ -75,19 +73,16 @@ def test_blocks_that_hold_something_and_everything(pattern, axis, blocks):
 
 
 @pytest.mark.parametrize("axis", [2, 3])
-def test_few_blocks_are_all_visited_and_none_is_full(axis, monkeypatch):
+def test_of_a_mask_that_is_not_looked_at_all_blocks_are_visited_and_none_is_full(axis):
     p = attention_cases.problem_of(Op.FORWARD, {"mask": "B1TS"}, (130, 200), (8, 8), "bfloat16", (2, 1))
     words = masks.pack_bits(jax.numpy.asarray(attention_cases.operands_of(p, mask="causal")["mask"]), axis)
     columns, blocks = p.mask[axis], (64, 128)
-    found = [masks.bitmask_blocks(words, axis, columns, *blocks)]
-    heads_and_blocks = p.batch * p.query_heads * 3 * 4
-    for few, all_visited in ((heads_and_blocks - 1, False), (heads_and_blocks, True)):
-        monkeypatch.setattr(masks, "FEW_BLOCKS", few / hardware.current().sm_count)
-        found.append(masks.blocks_of_mask(p, words, axis, columns, *blocks))
-        assert (found[-1].visible.all() and not found[-1].full.any()) == all_visited
-    for whole, same, few in zip(*found, strict=True):
-        np.testing.assert_array_equal(whole, same)
-        assert few.shape[2:] == whole.shape[2:]
+    found, every = (f(words, axis, columns, *blocks) for f in (masks.bitmask_blocks, masks.every_block))
+    assert every.visible.all()
+    assert not every.full.any()
+    assert not found.visible.all()
+    assert found.full.any()
+    assert [few.shape[2:] for few in every] == [whole.shape[2:] for whole in found]
 
 
 def problem_of(op: Op, mask: str, rules: str, heads: tuple[int, int] = (2, 1), **more: Any) -> Attention:
@@ -107,63 +102,6 @@ def test_forward_visits_what_is_seen(mask, pattern, rules):
 def test_ordered_backward_visits_what_is_seen(mask, pattern, rules):
     p = problem_of(Op.BACKWARD, mask, rules, (4, 2), deterministic=True)
     check_backward_visits(p, exactly=rules == "full", mask=pattern)
-
-
-def test_later_queries_start_first():
-    p = attention_cases.problem_of(Op.FORWARD, {"mask": "B1TS"}, (512, 512), (128, 128), "bfloat16", (4, 2))
-    config = test_attention_forward.whole(p)
-    order, _ = tile_scheduler.order(p, config)
-    per_head = -(-512 // config.block_q)
-    assert config.scheduler == "dynamic"
-    np.testing.assert_array_equal(
-        order[: 2 * per_head] % per_head, np.repeat(np.arange(per_head)[::-1], 8)[: 2 * per_head]
-    )
-
-
-FORWARD = {
-    "causal-of-heads": ("1NTS", "causal", {"causal_offset": 130}, 64),
-    "padding": ("B11S", "padding", {"window": (150, 60)}, 64),
-    "rows": ("1NT1", "scattered", {"soft_cap": 3.0}, 64),
-    "everything": ("11TS", "everything", {"bias": "1N11"}, 128),
-    "nothing": ("B111", "nothing", {}, 64),
-    "documents-with-all": ("BNTS", "documents", {**RULES["lengths"], "causal_offset": 100, "bias": "1NTS"}, 64),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", FORWARD)
-def test_forward_in_the_interpreter(name, interpreted, monkeypatch):
-    monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=3))
-    mask, pattern, facts, block_kv = FORWARD[name]
-    p = attention_cases.problem_of(Op.FORWARD, {"mask": mask, **facts}, (200, 330), (32, 16), "bfloat16", (2, 1))
-    scheduler = "static" if name == "padding" or "bias" in facts else "dynamic"
-    config = ForwardConfig(block_kv, warpgroups=2, rescale_threshold_log2=8, scheduler=scheduler)
-    test_attention_forward.check(p, config, interpreted, mask=pattern)
-
-
-BACKWARD = {
-    "causal-ordered": ("1NTS", "causal", (128, 64), {"deterministic": True}),
-    "padding-ordered": ("B11S", "padding", (128, 64), {"deterministic": True, "window": (150, 60)}),
-    "rows": ("1NT1", "scattered", (64, 64), {"soft_cap": 3.0}),
-    "everything-wide": ("11TS", "everything", (136, 64), {"causal_offset": 0}),
-    "documents-wide": ("BNTS", "documents", (136, 64), {"deterministic": True}),
-    "nothing-dynamic": ("B111", "nothing", (64, 64), {}),
-    "documents-with-all": (
-        "BNTS", "documents", (64, 64), {**RULES["lengths"], "causal_offset": 100, "bias": "1NTS", "deterministic": True}
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", BACKWARD)
-def test_backward_in_the_interpreter(name, interpreted, monkeypatch):
-    monkeypatch.setattr(hardware, "current", lambda: dataclasses.replace(hardware.H200, sm_count=3))
-    mask, pattern, dims, facts = BACKWARD[name]
-    facts = {"mask": mask, "bias_gradient": "bias" in facts, **facts}
-    p = attention_cases.problem_of(Op.BACKWARD, facts, (200, 150), dims, "bfloat16", (2, 1))
-    test_attention_backward.check(p, test_attention_backward.decided(p).run, interpreted, mask=pattern)
 
 
 @pytest.mark.gpu

@@ -59,7 +59,10 @@ def check_tiles(p: Attention) -> None:
         if config.scheduler == "static":
             taken = np.concatenate([row[1 : 1 + row[0]] for row in taken])
         else:
-            taken = taken[: -tile_scheduler.LOOKAHEAD * ctas]
+            # A CTA that has no tile left finds one that says so, whatever its number.
+            taken, beyond = np.split(taken, [-tile_scheduler.LOOKAHEAD * ctas])
+            assert (beyond == tile_scheduler.NO_TILE).all()
+        assert ctas == H200.sm_count * config.ctas_per_sm
         packs = p.batch * p.query_heads // config.packed_heads
         tiles = packs * -(-p.query_length // config.queries) * config.splits
         np.testing.assert_array_equal(np.sort(taken), np.arange(tiles))
@@ -191,47 +194,96 @@ def test_every_config_fits_in_shared_memory(op, kind):
     check_memory(op, MEMORY_KINDS[kind])
 
 
-@pytest.mark.parametrize(
-    "shape, expected",
-    [
-        ((256, 12, 12, 50, 50, 64), (1, 4, 1, 1)),
-        ((32, 4, 4, 38, 2021, 64), (3, 1, 1, 1)),
-        ((12, 32, 8, 22, 22, 128), (1, 2, 4, 1)),
-        ((1, 32, 8, 1, 8192, 128), (1, 1, 4, 16)),
-        ((1, 8, 1, 16, 131072, 128), (2, 1, 8, 128)),
-        ((1, 16, 2, 512, 65536, 128), (2, 1, 1, 2)),
-        ((5, 8, 8, 49, 49, 256), (1, 1, 1, 1)),
-        ((1, 1, 1, 15924, 15924, 88), (2, 1, 1, 1)),
-        ((1, 4, 4, 16384, 16384, 88), (3, 1, 1, 1)),
+_TOKENS, _DQ = (2, 4, 2, 4096, 4096), (2, 4, 2, 512)
+_BIAS, _WIDE_BIAS = ({"bias": "1NTS", "bias_dtype": jnp.dtype(name)} for name in ("bfloat16", "float32"))
+# By fields of the config: calls, and what these fields are. Few queries have narrow tiles; ragged sequences have
+# several tiles for each CTA; few tiles of keys split a group's heads; masks take registers from three warpgroups.
+DECISIONS: dict[tuple[str, ...], list[tuple]] = {
+    ("warpgroups", "ctas_per_sm", "packed_heads", "splits"): [
+        (Op.FORWARD, {}, (256, 12, 12, 50, 50, 64), 1, 4, 1, 1),
+        (Op.FORWARD, {}, (32, 4, 4, 38, 2021, 64), 3, 1, 1, 1),
+        (Op.FORWARD, {}, (12, 32, 8, 22, 22, 128), 1, 2, 4, 1),
+        (Op.FORWARD, {}, (1, 32, 8, 1, 8192, 128), 1, 1, 4, 16),
+        (Op.FORWARD, {}, (1, 8, 1, 16, 131072, 128), 2, 1, 8, 128),
+        (Op.FORWARD, {}, (1, 16, 2, 512, 65536, 128), 2, 1, 1, 2),
+        (Op.FORWARD, {}, (5, 8, 8, 49, 49, 256), 1, 1, 1, 1),
+        (Op.FORWARD, {}, (1, 1, 1, 15924, 15924, 88), 2, 1, 1, 1),
+        (Op.FORWARD, {}, (1, 4, 4, 16384, 16384, 88), 3, 1, 1, 1),
     ],
-    ids=str,
-)
-def test_few_queries_get_narrow_tiles(shape, expected):
-    config = decided(problem_of(Op.FORWARD, {}, shape)).config
-    assert (config.warpgroups, config.ctas_per_sm, config.packed_heads, config.splits) == expected
-
-
-@pytest.mark.parametrize(
-    "shape, expected",
-    [
-        ((64, 32, 8, 1, 8192, 128), ("dynamic", 4)),
-        ((8, 32, 8, 1, 8192, 128), ("dynamic", 16)),
-        ((64, 32, 8, 1, 256, 128), ("dynamic", 1)),
-        ((4, 32, 8, 1, 256, 128), ("static", 1)),
-        ((1, 32, 8, 1, 8192, 128), ("static", 16)),
+    ("scheduler", "splits"): [
+        (Op.FORWARD, {"key_lengths": True}, (64, 32, 8, 1, 8192, 128), "dynamic", 4),
+        (Op.FORWARD, {"key_lengths": True}, (8, 32, 8, 1, 8192, 128), "dynamic", 16),
+        (Op.FORWARD, {"key_lengths": True}, (64, 32, 8, 1, 256, 128), "dynamic", 1),
+        (Op.FORWARD, {"key_lengths": True}, (4, 32, 8, 1, 256, 128), "static", 1),
+        (Op.FORWARD, {"key_lengths": True}, (1, 32, 8, 1, 8192, 128), "static", 16),
     ],
-    ids=str,
-)
-def test_ragged_sequences_get_several_tiles_for_each_cta(shape, expected):
-    config = decided(problem_of(Op.FORWARD, {"key_lengths": True}, shape)).config
-    assert (config.scheduler, config.splits) == expected
+    ("warpgroups",): [
+        (Op.FORWARD, {"segments": True}, (8, 16, 16, 2048, 2048, 64), 3),
+        (Op.FORWARD, {"segments": True, "soft_cap": 2.0}, (8, 16, 16, 2048, 2048, 64), 2),
+        (Op.FORWARD, {"segments": True, "batch_invariant": True}, (8, 16, 16, 2048, 2048, 64), 2),
+        (Op.FORWARD, {"segments": True, "mask": "B1TS"}, (8, 16, 16, 2048, 2048, 64), 2),
+        (Op.FORWARD, {"soft_cap": 2.0}, (8, 16, 16, 2048, 2048, 64), 3),
+    ],
+    ("head_splits",): [
+        (Op.BACKWARD, {"causal_offset": 0}, (1, 16, 2, 1020, 1020, 208), 8),
+        (Op.BACKWARD, {"causal_offset": 0}, (8, 16, 16, 2048, 2048, 128), 1),
+    ],
+    ("bias_stages",): [
+        (Op.BACKWARD, _BIAS, (2, 4, 2, 2048, 2048, 64), 1),
+        (Op.BACKWARD, _WIDE_BIAS, (2, 4, 2, 2048, 2048, 64), 0),  # no room
+        (Op.BACKWARD, _BIAS, (2, 4, 2, 2048, 2048, 128), 2),
+        (Op.BACKWARD, _BIAS | {"deterministic": True}, (2, 4, 2, 2048, 2048, 128), 1),
+        (Op.BACKWARD, _BIAS | {"soft_cap": 2.0}, (2, 4, 2, 2048, 2048, 128), 2),
+        (Op.BACKWARD, _WIDE_BIAS, (2, 4, 2, 2048, 2048, 128), 1),
+        (Op.BACKWARD, _BIAS, (2, 4, 2, 2048, 2048, 256), 2),
+        (Op.BACKWARD, _BIAS | {"soft_cap": 2.0}, (2, 4, 2, 2048, 2048, 256), 2),
+        (Op.BACKWARD, _BIAS | {"bias": "BN1S"}, (2, 4, 2, 2048, 2048, 128), 0),
+        (Op.BACKWARD, _BIAS | {"bias": "1NT1"}, (2, 4, 2, 2048, 2048, 128), 0),
+        (Op.BACKWARD, _BIAS, (2, 4, 2, 2044, 2048, 128), 0),
+        (Op.BACKWARD, _BIAS, (2, 4, 2, 2048, 2080, 128), 0),
+        (Op.BACKWARD, _WIDE_BIAS, (2, 4, 2, 2048, 2080, 128), 1),
+    ],
+    ("scheduler",): [
+        (Op.FORWARD, {"mask": "B1TS", "batch_invariant": True}, (2, 4, 2, 512, 512, 128), "dynamic"),
+        (Op.BACKWARD, {"mask": "B1TS"}, (*_TOKENS, 64), "dynamic"),
+        (Op.BACKWARD, {"mask": "B1TS", "segments": True}, (*_TOKENS, 128), "dynamic"),
+        (Op.BACKWARD, {"segments": True, "causal_offset": 0}, (*_TOKENS, 128), "dynamic"),
+        (Op.BACKWARD, {"mask": "B1TS", "deterministic": True}, (*_TOKENS, 128), "single"),
+        (Op.BACKWARD, {"mask": "B1TS"} | _BIAS | {"bias": "111S"}, (*_TOKENS, 64), "single"),
+        (Op.BACKWARD, {"mask": "B1TS"}, (*_TOKENS, 256), "single"),
+        (Op.BACKWARD, {"causal_offset": 0}, (*_TOKENS, 128), "dynamic"),
+        (Op.BACKWARD, {"causal_offset": 0}, (2, 4, 2, 16384, 4096, 128), "single"),
+        (Op.BACKWARD, {"causal_offset": 0}, (2, 32, 4, 4096, 4096, 128), "single"),
+        (Op.BACKWARD, {"causal_offset": 0, "deterministic": True}, (*_TOKENS, 128), "single"),
+        (Op.BACKWARD, {"deterministic": True}, (2, 4, 2, 4096, 512, 64), "dynamic"),
+        (Op.BACKWARD, {}, (2, 4, 2, 4096, 128, 64), "static"),
+        (Op.BACKWARD, {}, (*_TOKENS, 128), "static"),
+    ],
+    ("ordered_dq", "fused_dq_cast"): [
+        (Op.BACKWARD, {}, (*_DQ, 512, 64), False, False),
+        (Op.BACKWARD, {"deterministic": True}, (*_DQ, 512, 64), True, True),
+        (Op.BACKWARD, {"causal_offset": 0, "deterministic": True}, (*_DQ, 512, 64), True, True),
+        (Op.BACKWARD, {"deterministic": True}, (*_DQ, 8192, 64), True, True),
+        (Op.BACKWARD, {}, (*_DQ, 8192, 64), False, False),
+        (Op.BACKWARD, {}, (*_DQ, 128, 64), False, True),
+        (Op.BACKWARD, {"deterministic": True}, (*_DQ, 128, 64), False, True),
+        (Op.BACKWARD, {"window": (100, 37), "window_offset": 20}, (*_DQ, 512, 64), False, False),
+        (Op.BACKWARD, {"window": (100, 37), "window_offset": 20, "deterministic": True}, (*_DQ, 512, 64), True, False),
+        (Op.BACKWARD, {"key_lengths": True}, (*_DQ, 512, 64), False, False),
+        (Op.BACKWARD, {"causal_offset": -70}, (*_DQ, 512, 128), False, False),  # nobody adds to the first queries
+        (Op.BACKWARD, {"bias": "BNTS", "bias_gradient": True}, (*_DQ, 512, 64), False, False),
+        (Op.BACKWARD, {"bias": "BNTS", "bias_gradient": True, "deterministic": True}, (*_DQ, 512, 128), True, True),
+        (Op.BACKWARD, {"bias": "BNTS", "bias_gradient": True, "soft_cap": 2.0, "deterministic": True},
+         (*_DQ, 512, 128), True, False),
+    ],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "shape, splits", [((1, 16, 2, 1020, 1020, 208), 8), ((8, 16, 16, 2048, 2048, 128), 1)], ids=str
-)
-def test_few_tiles_of_keys_split_a_groups_heads(shape, splits):
-    assert decided(problem_of(Op.BACKWARD, {"causal_offset": 0}, shape)).config.head_splits == splits
+@pytest.mark.parametrize("fields", DECISIONS, ids=",".join)
+def test_what_is_decided(fields):
+    for op, facts, shape, *expected in DECISIONS[fields]:
+        config = dispatch.decide(problem_of(op, facts, shape), H200, named=True).config
+        assert [getattr(config, name) for name in fields] == expected, (op, facts, shape)
 
 
 SHORT = (26, 44, 11, 12, 12, 160)
@@ -284,18 +336,3 @@ def test_each_warpgroup_has_a_square_of_dq(head_dim, block_q):
     other = dataclasses.replace(decision, config=dataclasses.replace(decision.config, block_q=192 - block_q))
     with pytest.raises(ValueError, match=f"block_q is {192 - block_q}, expected {block_q}"):
         other.run()
-
-
-@pytest.mark.parametrize(
-    "facts, warpgroups",
-    [
-        ({"segments": True}, 3),
-        ({"segments": True, "soft_cap": 2.0}, 2),
-        ({"segments": True, "batch_invariant": True}, 2),
-        ({"segments": True, "mask": "B1TS"}, 2),
-        ({"soft_cap": 2.0}, 3),
-    ],
-    ids=str,
-)
-def test_masks_take_registers_from_three_warpgroups(facts, warpgroups):
-    assert decided(problem_of(Op.FORWARD, facts, (8, 16, 16, 2048, 2048, 64))).config.warpgroups == warpgroups

@@ -113,7 +113,7 @@ def test_an_operation_that_kernels_do_not_name_is_refused(kernel: str | None, co
 
 @pytest.mark.parametrize("op", Op)
 def test_an_operation_without_a_row_is_refused(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem(op, 256, 4096, BF16)
+    problem = Problem(op, 256, 1024, BF16)
     assert dispatch.decide(problem, H200).chosen is not None
     monkeypatch.delitem(row_ops.OPERATIONS, op)
     assert dispatch.decide(problem, H200).chosen is None

@@ -51,6 +51,9 @@ INTERPRETED: dict[str, tuple[tuple[Any, tuple[int, ...]], ...]] = {
 _ON_OLDEST_TOO = (Op.SOFTMAX, Op.LOG_SOFTMAX_TANGENT)
 
 
+_slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
 def _taken(kernel: Any) -> list[Op]:
     """The operations without labels that a kernel takes."""
     return [op for op in Op if not op.has_labels and cases.takes(kernel, Problem(op, ROWS, 1000, DTYPES[0]))]
@@ -68,32 +71,27 @@ def _interpreted():
             lengths = [(config, cols) for config, lengths in INTERPRETED[kernel.name] for cols in lengths]
             for config, cols in lengths[i :: len(operations)] or [lengths[i % len(lengths)]]:
                 case = _case(kernel, Problem(op, ROWS, cols, dtype), config)
-                yield case if op in _ON_OLDEST_TOO else pytest.param(case, marks=pytest.mark.slow)
+                yield case if op in _ON_OLDEST_TOO else _slow(case)
             config, cols = lengths[-1]
             if kernel.name == "online" and op in _ON_OLDEST_TOO:
                 # So many pieces that they are added in groups, the last of which is not full.
-                yield pytest.param(
-                    _case(kernel, Problem(op, 2, 80_001, dtype), OnlineConfig(2, 1)), marks=pytest.mark.slow
-                )
+                yield _slow(_case(kernel, Problem(op, 2, 80_001, dtype), OnlineConfig(2, 1)))
             if kernel.name == "warp" and op in _ON_OLDEST_TOO:
                 # The second of the tiles that are loaded at a time lies past the last row.
                 yield _case(kernel, Problem(op, 4, 128, dtype), WarpConfig(32, 1, tiles=2))
             if kernel.name == "grid" and op is Op.SOFTMAX:
                 # More of the exchange's slots are without a CTA than a CTA has threads.
-                yield pytest.param(
-                    _case(kernel, Problem(op, 1, 2501, dtype), GridConfig(257, 1, 1, 1)), marks=pytest.mark.slow
-                )
+                yield _slow(_case(kernel, Problem(op, 1, 2501, dtype), GridConfig(257, 1, 1, 1)))
             if kernel.name == "cluster" and op is Op.SOFTMAX:
                 # CTAs that have no part of the row, as when few short rows take many CTAs.
                 for short in (1500, 130):
-                    problem = Problem(op, ROWS, short, DTYPES[2])
-                    yield pytest.param(_case(kernel, problem, StagedConfig(4, 1, 1, 1, 1)), marks=pytest.mark.slow)
+                    yield _slow(_case(kernel, Problem(op, ROWS, short, DTYPES[2]), StagedConfig(4, 1, 1, 1, 1)))
             forms = cases.variations(kernel, op, dtype, ROWS, min(cols, 1001))
             facts = {form: (form.rows, form.inner, form.scale, form.where) for form in forms}
             new = [form for form in reversed(forms) if facts[form] not in seen][:1]
             seen |= {facts[form] for form in new}
             for form in new:
-                yield pytest.param(_case(kernel, form, config), marks=pytest.mark.slow)
+                yield _slow(_case(kernel, form, config))
 
 
 def _interpreted_losses():
@@ -105,12 +103,12 @@ def _interpreted_losses():
         if not cases.takes(kernel, Problem(gradient, ROWS, cols, DTYPES[r % 3])):
             continue
         case = _case(kernel, Problem(gradient, ROWS, cols, DTYPES[r % 3]), config)
-        yield case if kernel.name in ("warp", "block") else pytest.param(case, marks=pytest.mark.slow)
+        yield case if kernel.name in ("warp", "block") else _slow(case)
         for i in (r, r + 1):
             forms = cases.losses(kernel, gradient, DTYPES[i % 3], ROWS, cols)
-            yield pytest.param(_case(kernel, forms[i % len(forms)], config), marks=pytest.mark.slow)
+            yield _slow(_case(kernel, forms[i % len(forms)], config))
         form = cases.losses(kernel, sums, DTYPES[(r + 1) % 3], ROWS, cols)[0]
-        yield pytest.param(_case(kernel, form, config), marks=pytest.mark.slow)
+        yield _slow(_case(kernel, form, config))
 
 
 def _interpreted_parts():
@@ -118,10 +116,10 @@ def _interpreted_parts():
     kernel, part = KERNELS["online"], Op.CROSS_ENTROPY_COTANGENT
     for i, (config, cols) in enumerate([(None, 1001), (OnlineConfig(2, 1), 2048), (OnlineConfig(2, 1), 125)]):
         case = _case(kernel, Problem(part, ROWS, cols, DTYPES[i]), config)
-        yield pytest.param(case, marks=pytest.mark.slow) if i else case
+        yield _slow(case) if i else case
     for i, form in enumerate(cases.losses(kernel, part, DTYPES[2], ROWS, 1001)):
         form = dataclasses.replace(form, dtype=DTYPES[i % 3])
-        yield pytest.param(_case(kernel, form, OnlineConfig(2, 1)), marks=pytest.mark.slow)
+        yield _slow(_case(kernel, form, OnlineConfig(2, 1)))
 
 
 def _case(kernel: Any, problem: Problem, config: Any) -> cases.Case:

@@ -20,7 +20,7 @@ from pallas_kernels.attention.backward_common import Sequence, Tile
 from pallas_kernels.attention.mask import TileRange
 from pallas_kernels.attention.problem import Attention, BackwardConfig, BackwardWideConfig, ForwardConfig, Op
 
-LENGTHS = (200, 320), (256, 255), (64, 64), (129, 63)
+LENGTHS = (200, 320), (256, 255), (64, 64), (129, 63), (3, 1), (1, 399)
 OFFSETS = range(-130, 131)
 RULES: dict[str, list[dict[str, Any]]] = {
     "bound to the right": [{"causal_offset": n} for n in OFFSETS] + [{"window": (None, n)} for n in range(131)],
@@ -224,7 +224,7 @@ def test_staggered_tiles_visit_each_step_once():
     whole = TileRange(*(of_each(spans[:, x, None]) for x in range(4)))
     index = of_each(np.arange(5)[:, None, None])
     tile = Tile(p, config, SimpleNamespace(), 0, 0, index, Sequence(640, 7, None, None), whole, 0)
-    visited = np.asarray(tile.visited(of_each(np.arange(7))))
+    visited = np.asarray(tile.step(0, of_each(np.arange(7))).i)
     for n, s in np.ndindex(5, len(spans)):
         first, inner_first, inner_end, end = spans[s]
         own = visited[n, s].tolist()
@@ -242,7 +242,7 @@ def test_sections_of_heads_have_every_tile_of_keys(together, ordered):
     config = BackwardConfig(64, 1, 2, heads_per_l2_group=together, ordered_dq=ordered)
     for batch, heads, tiles, causal, bias in (
         (1, 1, 1, True, None), (1, 4, 3, True, None), (3, 2, 2, False, None), (2, 3, 5, True, "1NTS"),
-        (1, 6, 2, False, "11TS"),
+        (1, 6, 2, False, "11TS"), (2, 3, 4, False, "BNTS"), (2, 3, 4, True, "1N11"),
     ):  # fmt: skip
         facts = ({"causal_offset": 0} if causal else {}) | ({"bias": bias} if bias else {})
         p = attention_cases.problem_of(
@@ -253,6 +253,9 @@ def test_sections_of_heads_have_every_tile_of_keys(together, ordered):
         tile = Tile.of(p, config, SimpleNamespace(), jnp.arange(count, dtype=jnp.int32))
         own = np.stack([np.broadcast_to(x, count) for x in (tile.batch, tile.key_head, tile.index)], 1)
         assert sorted(map(tuple, own)) == list(itertools.product(range(batch), range(heads), range(tiles)))
+        pairs = list(dict.fromkeys((b, n) for b, n, _ in own.tolist()))
+        # Sequences that share a head's bias come one after the other.
+        assert pairs == sorted(pairs, key=lambda pair: pair[:: -1 if bias == "1NTS" else 1])
         size = max(n for n in range(1, together + 1) if batch * heads % n == 0)
         for start in range(0, count, size * tiles):
             section = own[start : start + size * tiles]

@@ -17,7 +17,7 @@ from inline_eval import Ref
 
 from pallas_kernels.attention import backward_common, gather, tile_scheduler
 from pallas_kernels.mosaic import fast_math, pipeline, ptx, votes
-from pallas_kernels.softmax import radix_select
+from pallas_kernels.top_k import radix_select
 
 RNG = np.random.default_rng(0)
 
@@ -211,17 +211,8 @@ def test_records_of_tiles_lie_side_by_side_in_a_ring(inline, fields):
 
 EVALUATED = {
     *("apply_between", "apply_bits", "apply_tests", "copy_own_page", "load_broadcast", "load_keys", "load_numbers"),
-    *(
-        "load_words",
-        "mask_tile",
-        "multiply_subtract",
-        "stage_selected",
-        "store_elements",
-        "store_record",
-        "store_selected",
-        "vote_above",
-    ),
-    *("vote_any", "vote_missing", "zero_from", "zero_rows_of_warp"),
+    *("load_words", "mask_tile", "multiply_subtract", "stage_selected", "store_elements", "store_record"),
+    *("store_selected", "vote_above", "vote_any", "vote_missing", "zero_from", "zero_rows_of_warp"),
 }
 # Bodies that no test here evaluates, by the reason: their models run in every kernel that the interpreter runs.
 LEFT = {
@@ -241,8 +232,7 @@ LEFT = {
     ),
     "vectors of rows, whose places `models.elements` shares with tests of alignment": (
         *("add_rows", "clear_slots", "fill_elements", "keep_inside", "load_from", "load_mask", "load_number"),
-        "load_record",
-        *("load_vectors", "publish", "store_each", "store_over", "store_row_sums", "store_row_values"),
+        *("load_record", "load_vectors", "publish", "store_each", "store_over", "store_row_sums", "store_row_values"),
         *("store_vectors", "wrap_tile"),
     ),
 }
@@ -285,5 +275,5 @@ def test_a_model_reads_what_its_operation_declares_and_nothing_else():
                 given = next((x.value for x in call.keywords if x.arg == "static"), None)
                 if isinstance(given, ast.Dict):
                     declared[ast.unparse(call.args[0])] = {ast.literal_eval(key) for key in given.keys if key}
-    products = {"multiply_shared": {"depth"}, "multiply_registers": {"numbers"}}
+    products = {"multiply_shared": {"depth"}, "multiply_registers": {"width"}}
     assert declared | products == {name: names for name, names in read.items() if names}

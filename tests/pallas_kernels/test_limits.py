@@ -93,14 +93,6 @@ def test_a_kernel_is_a_function_without_effects(kernel):
     assert not jax.make_jaxpr(cases.default(kernel, problem).run)(*cases.shapes(problem)).effects
 
 
-@pytest.mark.parametrize(
-    "name, card", [("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200"), ("NVIDIA GH200 480GB", None)]
-)
-def test_each_card_has_a_table(name, card):
-    table = dispatch.thresholds(dataclasses.replace(H200, name=name))
-    assert table is (dispatch.BY_CARD[card] if card else dispatch.DEFAULT)
-
-
 SHARED_BYTES = {"block": staged, "cluster": staged, "grid": grid}
 
 

@@ -1,12 +1,11 @@
-"""The conformance suite passes what is right and rejects every planted fault: a test of the tests."""
+"""The checks of kernels pass what is right and reject every planted fault: a test of the tests."""
 
-import itertools
-
+import attention_mutants
 import cases
 import conformance
+import mutants
 import pytest
 import wrong
-from mutants import DOCUMENT, FUNCTION_MUTANTS, document
 
 from pallas_kernels.softmax.problem import Op, Problem
 from tests import mutation
@@ -29,19 +28,40 @@ def test_the_unharmed_solver_passes(op):
         conformance.check(wrong.solver(problem), problem)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", attention_mutants.cases(), ids=lambda c: "-".join(map(str, c)))
+def test_without_a_fault_the_check_of_attention_passes(case):
+    attention_mutants.check_kernel(case)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "mutant, dtype",
-    list(zip(FUNCTION_MUTANTS, itertools.cycle(cases.DTYPES), strict=False)),
-    ids=lambda x: getattr(x, "words", str(x)),
+    "case, rejected_by",
+    dict.fromkeys(
+        (f.case, f.rejected_by) for f in attention_mutants.FAULTS if f.rejected_by in attention_mutants.BY_TABLES
+    ),
+    ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x)),
 )
-def test_planted_fault_is_rejected(mutant, dtype):
-    problem = Problem(mutant.op, ROWS, mutant.cols, dtype, where=mutant.where, scale=mutant.scale)
-    with pytest.raises(AssertionError, match="ulp"):
-        conformance.check(wrong.solver(problem, **mutant.knobs), problem)
+def test_without_a_fault_the_tables_pass(case, rejected_by):
+    attention_mutants.check_tables(case, rejected_by)
+
+
+# One case's after the other: the checks keep the last results of XLA and NumPy.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "table, fault",
+    [
+        pytest.param(table, fault, id=f"{table.title.partition(',')[0]}: {fault.words}")
+        for table in mutants.KERNELS
+        for fault in sorted(table.faults, key=lambda fault: str(fault.case))
+    ],
+)
+def test_planted_fault_is_rejected(table, fault):
+    table.rejects(fault)
 
 
 def test_the_document_lists_every_fault():
-    assert DOCUMENT.read_text() == document(), "run tests/pallas_kernels/mutants.py"
+    assert mutants.DOCUMENT.read_text() == mutants.document(), "run tests/pallas_kernels/mutants.py"
 
 
 def test_every_mutant_that_survived_has_a_reason():

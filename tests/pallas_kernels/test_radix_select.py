@@ -1,5 +1,6 @@
 """The kernel that selects the k largest of a row: in the interpreter against NumPy, and compiled for an H200."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -9,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreter import RaceDetected, interpret
+from interpreter import interpret
 from jax import export
-from mutants import RADIX_SELECT_FAULTS
 
 from jaxsoftmax import _top_k
 from pallas_kernels import hardware
-from pallas_kernels.hardware import H200
-from pallas_kernels.softmax import radix_select
+from pallas_kernels.hardware import A100, H200
+from pallas_kernels.top_k import dispatch, radix_select
+from pallas_kernels.top_k.radix_select import Config, Problem
 from tests import top_k_oracle
 
 # More than one CTA, rows that end within one, columns that do and do not fill a warp, and the most there may be.
@@ -42,16 +43,20 @@ def keys_of(dtype: str, shape: tuple[int, ...]) -> jax.Array:
     return jnp.asarray(x.reshape(shape) + 0.0, dtype)
 
 
+def selected(keys: jax.Array, k: int, sorts: bool = False) -> jax.Array:
+    problem = Problem(math.prod(keys.shape[:-1]), keys.shape[-1], k, keys.dtype, ordered=sorts)
+    return interpret(functools.partial(radix_select.run, problem, Config(sorts)), keys)
+
+
 def check(dtype: str, shape: tuple[int, ...], k: int, sorts: bool) -> None:
     keys = keys_of(dtype, shape)
     order = np.argsort(-np.asarray(keys, np.float64), axis=-1, kind="stable")[..., :k]
-    found = interpret(functools.partial(radix_select.run, k=k, sorts=sorts), keys)
-    np.testing.assert_array_equal(np.asarray(found), order if sorts else np.sort(order, -1))
+    np.testing.assert_array_equal(np.asarray(selected(keys, k, sorts)), order if sorts else np.sort(order, -1))
 
 
 @pytest.mark.parametrize("dtype, shape, k", CASES)
 def test_the_first_of_the_largest_are_selected(dtype: str, shape: tuple[int, ...], k: int) -> None:
-    check(dtype, shape, k, sorts=k <= _top_k.MOST_SORTED)
+    check(dtype, shape, k, sorts=k <= dispatch.MOST_SORTED)
 
 
 @pytest.mark.parametrize("dtype, shape, k", CASES[1:3] + CASES[-1:])
@@ -96,14 +101,7 @@ def test_digits_tell_all_numbers_apart(dtype: str, monkeypatch: pytest.MonkeyPat
 def test_nan_and_signs_of_zero_are_in_the_order_of_bits() -> None:
     row = jnp.array([[-0.0, 1.0, jnp.nan, 0.0, -jnp.inf, -jnp.nan, jnp.inf]])
     for k, want in ((1, [2]), (2, [2, 6]), (4, [1, 2, 3, 6]), (6, [0, 1, 2, 3, 4, 6])):
-        assert interpret(functools.partial(radix_select.run, k=k), row).tolist() == [want]
-
-
-@pytest.mark.parametrize("words", RADIX_SELECT_FAULTS)
-def test_a_planted_fault_is_rejected(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*RADIX_SELECT_FAULTS[words])
-    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError, RaceDetected), match=r"not equal|outside of|races"):
-        check("bfloat16", (9, 334), 64, sorts=True)
+        assert selected(row, k).tolist() == [want]
 
 
 @pytest.mark.parametrize("scale, k", [(1.0, 64), (0.5, 8)])
@@ -122,13 +120,14 @@ def test_more_than_the_kernel_sorts_are_sorted_behind_it(monkeypatch: pytest.Mon
     keys, asked = keys_of("bfloat16", (4, 1024)), []
     order = np.argsort(-np.asarray(keys, np.float64), axis=-1, kind="stable")
 
-    def select(_: jax.Array, k: int, *, sorts: bool = False) -> jax.Array:
-        asked.append(sorts)
-        return jnp.asarray(order[:, :k] if sorts else np.sort(order[:, :k], -1))
+    def select(problem: Problem, config: Config, _: jax.Array) -> jax.Array:
+        asked.append(config.sorts)
+        return jnp.asarray(order[:, : problem.k] if config.sorts else np.sort(order[:, : problem.k], -1))
 
-    monkeypatch.setattr(radix_select, "run", select)
+    kernel = dataclasses.replace(dispatch.KERNELS["radix_select"], run=select)
+    monkeypatch.setitem(dispatch.KERNELS, "radix_select", kernel)
     monkeypatch.setattr(hardware, "current", lambda: H200)
-    for k in (_top_k.MOST_SORTED, _top_k.MOST_SORTED + 1, 256):
+    for k in (dispatch.MOST_SORTED, dispatch.MOST_SORTED + 1, 256):
         values, places = _top_k.largest(keys, k, by_kernel=True)
         np.testing.assert_array_equal(places, order[:, :k])
         np.testing.assert_array_equal(values, np.take_along_axis(np.asarray(keys), order[:, :k], -1))
@@ -136,13 +135,25 @@ def test_more_than_the_kernel_sorts_are_sorted_behind_it(monkeypatch: pytest.Mon
 
 
 def test_what_the_kernel_declines() -> None:
-    why = lambda *shape, dtype="bfloat16": radix_select.unsupported(jax.ShapeDtypeStruct(shape, dtype), H200)
+    def why(rows: Any, cols: Any, k: int = 1, dtype: str = "bfloat16", device: Any = H200, ordered: bool = True) -> Any:
+        found = dispatch.decide(Problem(rows, cols, k, jnp.dtype(dtype), ordered), device)
+        assert found.kernel == (None if found.declined else "radix_select")
+        return dict(found.declined).get("radix_select")
+
     assert why(8, 1024) is None
-    assert "1025" in str(why(8, 1025))
-    assert "1 to 2^31 rows" in str(why(0, 8))
-    assert "float64" in str(why(8, 8, dtype="float64"))
+    assert "1025" in why(8, 1025)
+    assert "1 to 2^31 rows" in why(0, 8)
+    for dtype in ("float64", "int32", "float8_e5m2"):
+        assert dtype in why(8, 8, dtype=dtype)
     (rows,) = export.symbolic_shape("rows")
-    assert "known sizes" in str(why(rows, 8))
+    assert "known sizes" in why(rows, 8)
+    assert "known sizes" in why(8, rows)
+    assert "1 to 8 of 8 columns, not 0" in why(8, 8, 0)
+    assert "1 to 8 of 8 columns, not 9" in why(8, 8, 9)
+    assert "compute capability 8.0" in why(8, 8, device=A100)
+    assert why(8, 8, 4) is None
+    assert "XLA sorts rows of 8 of which 5" in why(8, 8, 5)
+    assert why(8, 8, 8, ordered=False) is None
 
 
 @pytest.mark.aot
@@ -151,6 +162,8 @@ def test_what_the_kernel_declines() -> None:
 )
 def test_nothing_spills(dtype: str, cols: int, k: int) -> None:
     x = jax.ShapeDtypeStruct((4096, cols), dtype)
-    (report,) = aot.compile_for_h200(functools.partial(radix_select.run, k=k, sorts=k <= _top_k.MOST_SORTED), x)
+    problem = Problem(*x.shape, k, x.dtype, ordered=True)
+    (config,) = dispatch.KERNELS["radix_select"].configs(problem, H200)
+    (report,) = aot.compile_for_h200(functools.partial(radix_select.run, problem, config), x)
     assert report.spill_bytes == 0, report
     assert report.relocatable.spill_bytes == 0, report

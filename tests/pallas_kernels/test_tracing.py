@@ -53,7 +53,7 @@ def test_attention(op, dim, kind):
     problem = problem_of(op, KINDS[kind], (512, 512), (dim, dim), "bfloat16", (4, 2))
     found = _traced(dispatch.decide(problem, hardware.H200, named=True).run, abstract(problem))
     # The refill of a stage is traced once, for all places of the forward kernel that refill one.
-    assert set(found) <= ({"_copy_stage"} if op is Op.FORWARD else set())
+    assert set(found) <= ({"_fill"} if op is Op.FORWARD else set())
 
 
 @pytest.mark.parametrize("name, cols", [("warp", 1000), ("online", 1000), ("cluster", 20011), ("grid", 2**20)])
@@ -68,6 +68,6 @@ def test_linear_loss():
     problem = linear.Problem(512, 256, 1024, jnp.dtype("bfloat16"), soft_cap=3.0, entropy=True, weights="tiles")
     shapes = ((512, 256), "bfloat16"), ((256, 1024), "bfloat16"), ((512,), "int32")
     operands = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    found = _traced(lambda *x: linear.run(problem, linear.Config(), *x), operands)
+    found = _traced(lambda *x: linear.launch(problem, linear.Config(), *x), operands)
     assert set(found) == {*_OF_LINEAR}
     assert found["divmod"] == 6

@@ -7,8 +7,8 @@ Traffic: 1 read; k words a row written.
 Source: Alabi et al. 2012, "Fast k-selection algorithms for graphics processing units", for the search by digits.
 """
 
+import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 
 import jax
@@ -21,7 +21,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.hardware import Device, supports_kernels
+from pallas_kernels.hardware import Device
 from pallas_kernels.mosaic import ptx
 from pallas_kernels.mosaic.ptx import WARPS
 
@@ -32,18 +32,38 @@ _LANES = 32
 _LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, _LANES), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
-def unsupported(keys: jax.Array | jax.ShapeDtypeStruct, device: Device) -> str | None:
-    """Why the kernel does not take the `keys`, or None where it does."""
-    if not all(isinstance(n, int) for n in keys.shape):
-        return f"the kernel takes known sizes; the keys have {keys.shape}"
-    rows, cols = math.prod(keys.shape[:-1]), keys.shape[-1]
-    if keys.dtype.name not in KEY_BITS:
-        return f"the kernel takes {', '.join(KEY_BITS)}; the keys are {keys.dtype.name}"
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The places of the `k` largest of each row of keys `[rows, cols]`; `ordered`: that of the largest comes first."""
+
+    rows: int
+    cols: int
+    k: int
+    dtype: jnp.dtype
+    ordered: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """`sorts`: the kernel puts the places in the order of their keys, each of which it compares with all k."""
+
+    sorts: bool = False
+
+
+def unsupported(problem: Problem, device: Device) -> str | None:
+    """Says why the kernel does not take the keys, or None where it does."""
+    rows, cols, k = problem.rows, problem.cols, problem.k
+    if not (isinstance(rows, int) and isinstance(cols, int)):
+        return f"the kernel takes known sizes; the keys have {rows} rows of {cols}"
+    if problem.dtype.name not in KEY_BITS:
+        return f"the kernel takes {', '.join(KEY_BITS)}; the keys are {problem.dtype}"
     if cols > MAX_COLS:
         return f"a warp holds {MAX_COLS} columns; there are {cols}"
+    if not 0 < k <= cols:
+        return f"the kernel selects 1 to {cols} of {cols} columns, not {k}"
     if not 0 < rows < 2**31:
         return f"the kernel takes 1 to 2^31 rows; there are {rows}"
-    return supports_kernels(device)
+    return None
 
 
 def _load(ref: jax.Ref, first: jax.Array, width: int) -> jax.Array:
@@ -91,7 +111,7 @@ def _stage(columns: jax.Ref, staged_keys: jax.Ref | None, keys: jax.Array, order
         equals = selected = ptx.c32(0)  # in the columns before
 
         def number(holds: ir.Value, before: ir.Value) -> tuple[ir.Value, ir.Value]:
-            """How many lanes and columns before have it, and how many have it after these 32 columns."""
+            """Returns how many earlier lanes and columns hold it, and how many do after these 32 columns."""
             votes = ptx.asm_value("vote.sync.ballot.b32 $0, $1, -1;", "=r,b", [holds])
             here = ptx.add(before, llvm.intr_ctpop(ptx.bit_and(votes, earlier_lanes)))
             return here, ptx.add(before, llvm.intr_ctpop(votes))
@@ -157,7 +177,7 @@ def _store(ref: jax.Ref, columns: jax.Ref, staged_keys: jax.Ref | None, first: j
 
 
 def _row_addresses(refs: Sequence[ir.Value], warp: ir.Value, k: int) -> list[ir.Value]:
-    """Where the warp's row of k words begins in each array in SMEM."""
+    """Returns the address of the warp's row of k words in each array in SMEM."""
     return [ptx.add(ptx.shared_address(ref), ptx.mul(warp, 4 * k)) for ref in refs]
 
 
@@ -167,7 +187,7 @@ def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
 
 
 def _count(held: jax.Array) -> jax.Array:
-    """How many hold in each row."""
+    """Counts in each row where `held` is true."""
     return ptx.where(held, 1.0, 0.0).sum(axis=1)
 
 
@@ -180,9 +200,9 @@ def _body(keys_ref: jax.Ref, out_ref: jax.Ref, columns: jax.Ref, staged_keys: ja
     keys = (words ^ ((words >> 31) & 0x7FFFFFFF)) >> (32 - bits)
     over_row = lambda x: plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [0]), _LAYOUT)
 
-    def add_bit(i: jax.Array, found: jax.Array) -> jax.Array:
-        larger = found + lax.shift_left(jnp.int32(1), bits - 1 - i)
-        return ptx.where(_count(keys >= over_row(larger)) >= k, larger, found)
+    def add_bit(i: jax.Array, prefix: jax.Array) -> jax.Array:
+        larger = prefix + lax.shift_left(jnp.int32(1), bits - 1 - i)
+        return ptx.where(_count(keys >= over_row(larger)) >= k, larger, prefix)
 
     smallest = plgpu.layout_cast(jnp.full((WARPS,), -(1 << (bits - 1)), jnp.int32), _LAYOUT.reduce(1))
     kth = over_row(ptx.no_unroll(0, bits, add_bit, smallest))
@@ -192,21 +212,20 @@ def _body(keys_ref: jax.Ref, out_ref: jax.Ref, columns: jax.Ref, staged_keys: ja
     _store(out_ref, columns, staged_keys, first)
 
 
-def run(keys: jax.Array, k: int, *, sorts: bool = False) -> jax.Array:
-    """Finds the places of the `k` largest of `keys [..., cols]`, of equal ones the first: int32, ascending.
+def run(problem: Problem, config: Config, keys: jax.Array) -> jax.Array:
+    """Finds the places of the largest of `keys [..., cols]`, of equal ones the first: int32 `[..., k]`.
 
-    If it `sorts`, that of the largest key comes first; each of the `k` keys is compared with all of them. NaN is larger
-    than all numbers, or smaller if its sign is set, and 0 is larger than -0.
+    They ascend, unless the config `sorts`. NaN is larger than all numbers, or smaller if its sign is set, and 0 is
+    larger than -0.
     """
-    *lead, cols = keys.shape
-    rows = math.prod(lead)
+    rows, cols, k = problem.rows, problem.cols, problem.k
     kernel = plgpu.kernel(
         functools.partial(_body, k=k),
         out_type=jax.ShapeDtypeStruct((rows, k), jnp.int32),
-        scratch_types=[plgpu.SMEM((WARPS, k), jnp.int32)] * (1 + sorts),
+        scratch_types=[plgpu.SMEM((WARPS, k), jnp.int32)] * (1 + config.sorts),
         grid=(pl.cdiv(rows, WARPS),),
         grid_names=("rows",),
         kernel_name="radix_select",
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
     )
-    return kernel(keys.reshape(rows, cols)).reshape(*lead, k)
+    return kernel(keys.reshape(rows, cols)).reshape(*keys.shape[:-1], k)

@@ -1,0 +1,1 @@
+"""The k largest of rows: a kernel that selects, and the choice of it."""
