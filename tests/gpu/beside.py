@@ -25,6 +25,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 PYTEST = ("-m", "pytest", "-p", "beside", "-m", "gpu", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider")
 PYTEST += ("--dist=worksteal", "--durations=0", "--durations-min=0.005")
+PYTEST += ("-p", "no:benchmark")  # which warns where processes are shared
 PYTEST += ("--timeout-method=thread",)  # ends a process that waits for a kernel
 LOST = 70  # exit status of a process that leaves the rest to others
 _MOST_IN_A_ROW = 3
