@@ -244,8 +244,11 @@ def _tile_tangents(arrays: Arrays, rules: Rules, rows: Chunk, cols: Chunk) -> tu
     if "key" in moved:
         d_products = d_products + scores(by_rows(ops.query, groups), moved["key"], rules)
     products = jnp.broadcast_to(products, d_products.shape)
-    of_others = {name: moved[name].astype(products.dtype) for name in tiles.IN_LOGITS if name in moved}
-    others = {name: jnp.broadcast_to(getattr(ops, name), t.shape).astype(t.dtype) for name, t in of_others.items()}
+    others, of_others = {}, {}
+    for name in filter(moved.__contains__, tiles.IN_LOGITS):
+        # Either of an operand and its tangent may lack a mapped axis.
+        pair = (x.astype(products.dtype) for x in (getattr(ops, name), moved[name]))
+        others[name], of_others[name] = jnp.broadcast_arrays(*pair)
     logits = functools.partial(tiles.modified, ops=ops, rules=rules, rows=rows, cols=cols)
     z, d_z = jax.jvp(logits, (products, others), (d_products, of_others))
     p = _weights(z, _by_row(arrays["lse"], ops))

@@ -151,11 +151,9 @@ def id_of(one: Any) -> str | None:
 def test_the_benchmarks_calls_are_those_compiled_here(shape):
     operands = jax.eval_shape(lambda: shape.operands(0))
     operands.pop("d_out")
-    segments = operands.pop("segments", None)
     call = {
         "is_causal": shape.is_causal,
         "local_window_size": (shape.span - 1, 0) if shape.kind == "window" else None,
-        "query_segment_ids": segments,
         "device": H200,
     }
     for op, name in ((Op.FORWARD, "forward"), (Op.BACKWARD, "vjp")):
