@@ -241,6 +241,8 @@ OF_PAGES = [
     (ValueError, "local_window_size=-1, expected one number of positions", {"local_window_size": -1}),
     (ValueError, "query has 3 heads and key_pages 2, expected a multiple of those. Pass layout=",
      {"query": Q[:, 0, :3]}),
+    (ValueError, "query has 4 heads and key_pages 0, expected a multiple",
+     dict.fromkeys(("key_pages", "value_pages"), np.ones((0, 6, 3, 8)))),
     (TypeError, "expected one dtype for all three", {"query": jnp.ones((2, 4, 8), jnp.bfloat16)}),
     (NotImplementedError, "mosaic_gpu", {"implementation": "mosaic_gpu"}),
 ]  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax import paged_attention
+from jaxsoftmax import explain, paged_attention
 from tests import attention_oracle
 from tests.jaxsoftmax.sharded import mesh, put
 from tests.pairwise import pairwise
@@ -151,7 +151,7 @@ def test_the_kernel(queries: int | None, size: int, heads: tuple[int, int], layo
 
 
 def test_composes() -> None:
-    """Under vmap and export; the pages' gradient is that of the keys and values in them."""
+    """Under vmap and export; the pages' gradients are those of the keys and values in them."""
     given = operands(3, 8)
     want = expected(given)
     exported = jax.export.export(jax.jit(paged_attention))(**given)
@@ -160,18 +160,30 @@ def test_composes() -> None:
     mapped = jax.vmap(lambda given: paged_attention(**given, return_residual=True))(stacked)
     check(jax.tree.map(lambda x: x[1], mapped), want)
     clean = given | {name: np.nan_to_num(given[name]) for name in ("key_pages", "value_pages")}
-
-    def of_keys(keys: Any) -> Any:
-        return (paged_attention(**clean | {"key_pages": keys}) ** 2).sum()
-
-    gradient = np.asarray(jax.grad(of_keys)(clean["key_pages"]))
     lengths = given["lengths"]
-    assert (abs(gradient) > 1e-6).any(3).sum() == 2 * lengths[
-        lengths > 1
-    ].sum()  # a key that is alone has a weight of 1
-    step = 1e-2 * gradient
-    ahead, behind = of_keys(clean["key_pages"] + step), of_keys(clean["key_pages"] - step)
-    np.testing.assert_allclose((ahead - behind) / 2, (step * gradient).sum(), rtol=1e-2)
+    # A key that is alone has a weight of 1, whatever it is.
+    for name, count in (("key_pages", lengths[lengths > 1].sum()), ("value_pages", lengths.sum())):
+
+        def of_pages(pages: Any, name: str = name) -> Any:
+            return (paged_attention(**clean | {name: pages}) ** 2).sum()
+
+        gradient = np.asarray(jax.grad(of_pages)(clean[name]))
+        assert (abs(gradient) > 1e-6).any(3).sum() == 2 * count
+        step = 1e-2 * gradient
+        ahead, behind = of_pages(clean[name] + step), of_pages(clean[name] - step)
+        np.testing.assert_allclose((ahead - behind) / 2, (step * gradient).sum(), rtol=1e-2)
+
+
+@pytest.mark.parametrize("implementation, kernel", [(None, "attention"), ("mosaic_gpu", None)])
+@pytest.mark.parametrize("dims", [(12, 20), (16, 20), (12, 16)])
+def test_heads_that_the_kernel_does_not_take(dims: Any, implementation: Any, kernel: Any) -> None:
+    """Attention's kernel takes them where the pages are gathered first, if no kernel of pages was asked for."""
+    half = {name: jnp.asarray(x, None if x.dtype == np.int32 else "bfloat16") for name, x in operands(64, 8).items()}
+    half |= {"query": jnp.ones((BATCH, 64, 4, dims[0]), "bfloat16")}
+    half |= {f"{name}_pages": jnp.ones((2, PAGES, 8, dim), "bfloat16") for name, dim in zip(("key", "value"), dims, strict=True)}
+    call = explain(functools.partial(paged_attention, implementation=implementation), device="H200")(**half).calls[0]
+    assert call.kernel == kernel
+    assert f"takes heads in multiples of 8; they are {dims[0]} and {dims[1]} wide" in str(call)
 
 
 @pytest.mark.parametrize("mapped", ["sinks", "pages", "tables", "query", "all"])
