@@ -180,7 +180,8 @@ def test_heads_that_the_kernel_does_not_take(dims: Any, implementation: Any, ker
     """Attention's kernel takes them where the pages are gathered first, if no kernel of pages was asked for."""
     half = {name: jnp.asarray(x, None if x.dtype == np.int32 else "bfloat16") for name, x in operands(64, 8).items()}
     half |= {"query": jnp.ones((BATCH, 64, 4, dims[0]), "bfloat16")}
-    half |= {f"{name}_pages": jnp.ones((2, PAGES, 8, dim), "bfloat16") for name, dim in zip(("key", "value"), dims, strict=True)}
+    pages = zip(("key", "value"), dims, strict=True)
+    half |= {f"{name}_pages": jnp.ones((2, PAGES, 8, dim), "bfloat16") for name, dim in pages}
     call = explain(functools.partial(paged_attention, implementation=implementation), device="H200")(**half).calls[0]
     assert call.kernel == kernel
     assert f"takes heads in multiples of 8; they are {dims[0]} and {dims[1]} wide" in str(call)
