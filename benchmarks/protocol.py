@@ -206,8 +206,9 @@ def _call_errors(case: Case, operands: tuple[jax.Array, ...], got: Any, xla: Any
 
     found = {}
     for i, (mine, want, theirs) in enumerate(zip(*map(jax.tree.leaves, (got, true, xla)), strict=True)):
-        known = error(theirs, want)  # not finite where XLA overflows, or takes another of two that it rounds alike
-        both = error(mine, want), jnp.where(jnp.isfinite(known), known, 0.0)
+        # Not finite where XLA overflows or does not compile, or takes another of two that it rounds alike.
+        known, rounded = error(theirs, want), error(want.astype(theirs.dtype), want)
+        both = error(mine, want), jnp.where(jnp.isfinite(known), known, rounded)
         found[f"output {i}"] = jnp.stack(both)[:, None, None]
     return found
 

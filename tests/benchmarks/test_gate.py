@@ -172,6 +172,21 @@ def test_a_program_that_does_not_compile_hides_no_other_result(rows, ours, error
     assert record["impls"]["xla"]["us"] > 0
 
 
+@pytest.mark.parametrize("ours, status", [(jax.nn.log_softmax, "ok"), (_UNLIKE["a NaN"], "WRONG")])
+def test_a_call_that_xla_does_not_compile_is_judged_and_timed(monkeypatch, ours, status):
+    def broken(x, axis):
+        raise ValueError("Unsupported dot precision algorithm")
+
+    (case,) = tables.TABLE.select(tags=["chains"], patterns=["log_softmax_value_and_vjp_bf16_124x511"])
+    programs = impls.programs
+    monkeypatch.setitem(stock.LIBRARIES, "ours", types.SimpleNamespace(log_softmax=lambda x, axis: ours(x)))
+    uncompiled = {case.pass_: impls.Program(broken)}
+    monkeypatch.setattr(impls, "programs", lambda _, impl, o: uncompiled if impl == "xla" else programs(case, impl, o))
+    found = _run(case, "ours", "xla")["impls"]
+    assert (found["ours"]["status"], found["xla"]["status"]) == (status, "failed")
+    assert ("us" in found["ours"]) == (status == "ok")
+
+
 def _swapped(p, at):
     return p, at.at[-1, 1:3].set(at[-1, 2:0:-1])
 
