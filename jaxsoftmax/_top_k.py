@@ -27,6 +27,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.sharding import PartitionSpec as P
@@ -43,7 +44,7 @@ from pallas_kernels import hardware
 from pallas_kernels.monoid import Stats, combine, merge_over
 from pallas_kernels.softmax import reference
 from pallas_kernels.softmax.problem import Op
-from pallas_kernels.types import accumulator_dtype
+from pallas_kernels.types import Dim, accumulator_dtype
 
 NAME = "top_k_softmax"
 Normalize = Literal["all", "top_k"]
@@ -132,7 +133,7 @@ def top_k_softmax(
     return checked(jnp.moveaxis(y.astype(dtype), -1, along)), jnp.moveaxis(indices, -1, along)
 
 
-def _checked_k(k: int, n: Any, axis: int) -> int:
+def _checked_k(k: int, n: Dim, axis: int) -> int:
     """Returns `k`, which must be at most the number of entries."""
     count = checks.integer(NAME, "k", k)
     if count < 0 or (isinstance(n, int) and count > n):
@@ -140,7 +141,7 @@ def _checked_k(k: int, n: Any, axis: int) -> int:
     return count
 
 
-def _avals(x: Any, *, k: int, normalizes: bool, **_: Any) -> list[Any]:
+def _avals(x: ShapedArray, *, k: int, normalizes: bool, **_: Any) -> list[Any]:
     """Returns the types of selected logits, their indices, the row's maximum and sum, and the probabilities."""
     rows, wide = x.shape[:-1], accumulator_dtype(x.dtype)
     dtypes = (wide, jnp.int32, wide, wide, x.dtype)[: 4 + normalizes]
@@ -148,7 +149,7 @@ def _avals(x: Any, *, k: int, normalizes: bool, **_: Any) -> list[Any]:
     return _signature(x, normalizes).types([x], dtypes, shapes[: 4 + normalizes])
 
 
-def _signature(x: Any, normalizes: bool) -> axes.Signature:
+def _signature(x: ShapedArray, normalizes: bool) -> axes.Signature:
     rank = len(x.shape)
     return axes.over_rows(1, rank, (rank - 1,), _RESULTS[: 4 + normalizes])
 
@@ -213,7 +214,7 @@ _lax_top_k = jax.lax.top_k  # bound once, as a program may put another function 
 
 
 @functools.cache
-def chunk_size(n: Any, k: int) -> Any:
+def chunk_size(n: Dim, k: int) -> Dim:
     """Returns the chunk size with which to find the `k` largest of a row of `n`; `n` itself means no chunks."""
     if not isinstance(n, int) or n <= _AT_ONCE or k == 0:
         return n

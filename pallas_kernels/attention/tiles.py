@@ -292,7 +292,7 @@ def _over(tile: Tile, arrays: Arrays, monoid: Monoid, axes: dict[str, int], leng
     def one(first: jax.Array, piece: Arrays) -> tuple[Any, Any]:
         return tile(whole | piece, Chunk(first, size, length))
 
-    def step(state: Any, at: Any) -> tuple[Any, Any]:
+    def step(state: Any, at: tuple[jax.Array, Arrays]) -> tuple[Any, Any]:
         new, out = one(*at)
         return monoid.merge(state, new), out
 
